@@ -1,0 +1,399 @@
+"""The configuration of a run: one TOML file, every key typed, documented and checked.
+
+Invariant: a `Config` that exists is possible. Whatever contradicts itself is refused while it is
+read, before any process starts, with the name of the key. The docstring under each field is its
+documentation (`docs/configuration.md` is generated from them).
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+Seconds = Annotated[float, Field(gt=0)]
+Positive = Annotated[int, Field(ge=1)]
+Hook = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors and values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class RunSection(Section):
+    """Identity of the run and where its files go."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,99}$")]
+    """Prefixes the run's topics and names its directory: lower-case letters, digits, - and _."""
+    directory: Path = Path("runs")
+    """Directory in which `<name>/` holds logs, weights, checkpoints and the summary."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seeds the prompt stream, the sampling and the trainer."""
+    max_restarts: Annotated[int, Field(ge=0)] = 20
+    """How often `dora run` restarts parts that died before it gives up."""
+
+
+class KafkaSection(Section):
+    """The Kafka cluster and the shape of the run's topics."""
+
+    bootstrap_servers: str | None = None
+    """`host:port,...` of a cluster; without it `dora run` uses the local broker."""
+    properties: dict[str, SecretStr] = {}
+    """Any librdkafka property, passed to every client (TLS, SASL, OAuth)."""
+    lanes: Positive = 1
+    """Partitions of each version's slot in the chunks and trajectories topics."""
+    dispatch_partitions: Annotated[int, Field(ge=2)] = 9
+    """Partitions of the dispatch topic: one for admissions, the rest shared by workers by hash."""
+    replication_factor: Positive = 1
+    """Replicas of every topic; 3 on a real cluster."""
+    retention_hours: Annotated[float, Field(gt=0)] | None = None
+    """How long trajectories and chunks are kept; without it for ever."""
+    max_message_bytes: Annotated[int, Field(ge=1_024)] = 8 * 2**20
+    """Largest record in bytes; the topics are created with it."""
+    connect_timeout_seconds: Seconds = 10.0
+    """How long to wait for the first answer of the cluster."""
+    request_timeout_seconds: Seconds = 120.0
+    """How long an unanswered request or delivery is retried before the process gives up."""
+    transaction_timeout_seconds: Seconds = 60.0
+    """After this time the broker aborts the transaction of a silent coordinator or trainer."""
+
+
+class PolicySection(Section):
+    """The language model that is trained."""
+
+    model: str
+    """Directory with config.json and *.safetensors, or a Hugging Face model name."""
+    tokenizer: str | None = None
+    """Directory or name of the tokenizer; by default the model's own."""
+    prepare: Hook | None = None
+    """`module:function` that makes the model directory if it is missing; called with the
+    directory and this configuration. The module is looked for beside the configuration file."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the weights that workers load and the trainer publishes."""
+    trust_remote_code: bool = False
+    """Lets Hugging Face models run code of their own; off unless you trust the model."""
+
+
+class TaskSection(Section):
+    """Prompts and how answers are scored."""
+
+    kind: Literal["reasoning-gym", "jsonl"]
+    """Where prompts come from: a task of the reasoning-gym library, or a JSONL file."""
+    name: str | None = None
+    """reasoning-gym: name of the task, such as `spell_backward`."""
+    parameters: dict[str, Any] = {}
+    """reasoning-gym: parameters of the task, passed through."""
+    path: Path | None = None
+    """jsonl: the file, one JSON object a line; relative to the configuration file."""
+    prompt_field: str = "prompt"
+    """jsonl: field with the prompt: a string, or a list of chat messages."""
+    answer_field: str = "answer"
+    """jsonl: field with the reference answer, handed to the verifier."""
+    shuffle: bool = True
+    """jsonl: go through the file in a new seeded order each epoch."""
+    held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """jsonl: share of the lines kept apart for evaluation (chosen by hash, stable)."""
+    chat_template: bool = False
+    """Put prompts through the tokenizer's chat template."""
+    render: Hook | None = None
+    """`module:function(item: dict) -> str`: makes the prompt text of an item."""
+    verifier: Hook | None = None
+    """`module:function(response: str, item: dict) -> float | dict[str, float]`: the reward; a dict
+    holds named parts with the total under `reward`. By default reasoning-gym's own scorer.
+    `dora.producers.tasks.verifiers:math` is math-verify."""
+    verifier_timeout_seconds: Seconds = 10.0
+    """A verifier that takes longer is stopped and its group set aside."""
+    verifier_processes: Positive = 1
+    """Processes per worker that run the verifier beside the generation."""
+    success_threshold: float = 1.0
+    """A trajectory with at least this reward counts as a success."""
+    max_prompt_tokens: Positive = 1024
+    """Longer prompts are refused when the data set is read."""
+
+    @model_validator(mode="after")
+    def _fields_fit_the_kind(self) -> "TaskSection":
+        if self.kind == "reasoning-gym" and self.name is None:
+            raise ValueError("task.name is needed: the reasoning-gym task, such as spell_backward")
+        if self.kind == "jsonl" and self.path is None:
+            raise ValueError("task.path is needed: the JSONL file with the prompts")
+        if self.kind == "jsonl" and self.verifier is None:
+            raise ValueError("task.verifier is needed: module:function that scores a response")
+        return self
+
+
+class WindowSection(Section):
+    """The asynchrony window (staleness bound) and the sizes that it is made of."""
+
+    max_staleness: Annotated[int, Field(ge=0, le=64)] = 1
+    """K: a group of version v is trained at version n only if n - v <= K; 0 is synchronous."""
+    groups_per_step: Positive = 32
+    """B: groups in one training step."""
+    group_size: Positive = 8
+    """G: trajectories of one prompt, compared with one another."""
+
+    @property
+    def ring(self) -> int:
+        """Slots of the version-partitioned topics: one for each live version and one to spare."""
+        return self.max_staleness + 2
+
+
+class EmulatedSection(Section):
+    """Latency model of an accelerator, for schedules and faults at sizes no test machine has."""
+
+    iteration_seconds: Annotated[float, Field(ge=0)] = 0.024
+    """Time of one decode iteration with an empty batch."""
+    iteration_seconds_per_sequence: Annotated[float, Field(ge=0)] = 0.0001
+    """What each running sequence adds to the iteration."""
+    prefill_seconds_per_token: Annotated[float, Field(ge=0)] = 0.00001
+    """Time to read one prompt token."""
+    load_seconds: Annotated[float, Field(ge=0)] = 0.5
+    """Time to apply new weights."""
+    length: Literal["fixed", "uniform", "lognormal"] = "lognormal"
+    """Distribution of response lengths."""
+    length_mean: Annotated[float, Field(gt=0)] = 64.0
+    """Mean response length in tokens."""
+    length_sigma: Annotated[float, Field(ge=0)] = 1.0
+    """lognormal: sigma of the logarithm; the larger, the heavier the tail."""
+    time_scale: Annotated[float, Field(ge=0)] = 1.0
+    """Wall-clock seconds per emulated second; 0 does not wait at all."""
+    success_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of emulated trajectories that get reward 1; their text is not scored."""
+
+
+class RolloutSection(Section):
+    """Rollout workers and the distribution they sample from."""
+
+    workers: Positive = 1
+    """Worker processes that `dora run` starts on this machine."""
+    engine: Literal["vllm", "emulated"] = "vllm"
+    """What generates: vLLM, or a latency model without a language model."""
+    capacity: Positive = 128
+    """Trajectories that one worker generates at once."""
+    max_new_tokens: Positive = 512
+    """Longest response in tokens; a longer one is cut with finish reason `length`."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature; recorded log-probabilities are those of the distribution sampled."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus truncation; 1 is off."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Top-k truncation; 0 is off."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response; by default the tokenizer's end-of-sequence token."""
+    seeded: bool = True
+    """Give each trajectory its own seed, so that sampling repeats (costs up to 20 % of speed)."""
+    chunk_tokens: Annotated[int, Field(ge=1, le=4096)] = 32
+    """Tokens per chunk record; fewer lose less in a crash, more cost less."""
+    max_model_len: Positive | None = None
+    """Longest sequence of the engine; by default prompt and response limits added."""
+    enforce_eager: bool = True
+    """Run the model without compiled graphs; turn off on GPUs."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of the device's memory that vLLM takes."""
+    kv_cache_gib: Annotated[float, Field(gt=0)] = 1.0
+    """CPU only: memory for the key-value cache, in GiB."""
+    threads: Positive = 1
+    """CPU only: threads of the engine."""
+    engine_options: dict[str, Any] = {}
+    """Further arguments of vLLM's EngineArgs, passed through."""
+    heartbeat_seconds: Seconds = 1.0
+    """How often a worker reports that it lives."""
+    heartbeat_timeout_seconds: Seconds = 30.0
+    """A worker silent for longer is given up, and its trajectories start again elsewhere."""
+    max_attempts: Positive = 5
+    """Attempts at one trajectory before its group is set aside."""
+    canary_tolerance: Annotated[float, Field(gt=0)] = 0.02
+    """Largest difference in nats between the engine's and the trainer's canary log-probabilities
+    (0.02 suits float32; bfloat16 needs about 0.3)."""
+    emulated: EmulatedSection = EmulatedSection()
+    """Parameters of the emulated engine."""
+
+    @model_validator(mode="after")
+    def _heartbeats_fit(self) -> "RolloutSection":
+        if self.heartbeat_timeout_seconds < 3 * self.heartbeat_seconds:
+            raise ValueError(
+                "rollout.heartbeat_timeout_seconds must be at least 3 times heartbeat_seconds"
+            )
+        return self
+
+
+class LossSection(Section):
+    """The policy-gradient loss; every option names its source in `dora/consumers/losses.py`."""
+
+    kind: Literal["grpo", "gspo", "cispo"] = "grpo"
+    """Ratio per token and clipped (grpo), per sequence (gspo), or clipped weight (cispo)."""
+    advantage_std: bool = True
+    """Divide a group's advantages by the standard deviation of its rewards."""
+    normalization: Literal["token", "sequence", "constant"] = "token"
+    """Mean over all tokens, mean of sequence means, or sum over a constant length."""
+    constant_length: Positive | None = None
+    """Divisor of `constant` normalisation; by default rollout.max_new_tokens."""
+    clip_low: Annotated[float, Field(gt=0)] = 0.2
+    """Ratios below 1 - clip_low give no gradient when the advantage is negative."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """Ratios above 1 + clip_high give no gradient when the advantage is positive."""
+    clip_dual: Annotated[float, Field(gt=1)] | None = None
+    """Triplet clipping: upper bound of the ratio for negative advantages."""
+    importance_cap: Annotated[float, Field(gt=0)] | None = None
+    """Truncated importance weight between engine and trainer: weights above it are cut to it."""
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL penalty to the starting policy; 0 keeps no reference model."""
+    mask_overlong: bool = False
+    """Leave trajectories out of the loss that were cut at max_new_tokens."""
+    drop_no_signal: bool = False
+    """Dynamic sampling: set groups aside whose rewards are all equal, so that each batch is full
+    of groups with signal."""
+
+
+class OptimizerSection(Section):
+    """AdamW and its schedule."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of Adam's moments."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Adam's epsilon."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer updates over which the learning rate rises linearly from zero."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """What the learning rate does after warm-up, until trainer.steps."""
+    gradient_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest norm of the gradient."""
+
+
+class TrainerSection(Section):
+    """The trainer."""
+
+    steps: Positive
+    """Committed steps after which the run is complete."""
+    updates_per_step: Positive = 1
+    """Optimizer updates in one step; must divide window.groups_per_step."""
+    max_tokens_per_micro_batch: Positive = 16_384
+    """Token budget of one forward and backward pass, padding included."""
+    checkpoint_every: Positive = 1
+    """Steps between full DeepSpeed checkpoints; the steps after the last are redone on recovery."""
+    keep_checkpoints: Positive = 2
+    """Newest checkpoints that are kept."""
+    deterministic: bool = True
+    """Use deterministic algorithms, so that a redo gives identical weights."""
+    threads: Positive = 1
+    """CPU only: threads of the trainer."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    deepspeed: dict[str, Any] = {}
+    """DeepSpeed configuration, merged over what dora sets (`zero_optimization.stage` and so on)."""
+    batch_timeout_seconds: Seconds = 1800.0
+    """How long to wait for an admissible batch before the trainer stops and says what is missing."""
+    loss: LossSection = LossSection()
+    """The loss."""
+    optimizer: OptimizerSection = OptimizerSection()
+    """The optimizer."""
+
+
+class WeightsSection(Section):
+    """Where policy versions are stored."""
+
+    store: str | None = None
+    """URL of the weight store (`file:///...`, or anything that fsspec opens); by default the
+    directory `weights` of the run."""
+    keep: Positive = 2
+    """Versions kept beyond those of the window."""
+
+
+class EvaluationSection(Section):
+    """Held-out prompts, sampled as in training."""
+
+    prompts: Annotated[int, Field(ge=0)] = 0
+    """Held-out prompts per evaluation; 0 is none."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations; the first and the last version are always evaluated."""
+
+
+class Config(Section):
+    """One run."""
+
+    run: RunSection
+    """Identity."""
+    policy: PolicySection
+    """Model."""
+    task: TaskSection
+    """Prompts and rewards."""
+    trainer: TrainerSection
+    """Training."""
+    window: WindowSection = WindowSection()
+    """Window."""
+    rollout: RolloutSection = RolloutSection()
+    """Generation."""
+    kafka: KafkaSection = KafkaSection()
+    """Cluster."""
+    weights: WeightsSection = WeightsSection()
+    """Weight store."""
+    evaluation: EvaluationSection = EvaluationSection()
+    """Evaluation."""
+    home: Path = Path(".")
+    """Directory that hooks and relative data paths are looked for in; set to the configuration
+    file's own when it is read."""
+
+    @model_validator(mode="after")
+    def _sections_fit_together(self) -> "Config":
+        if self.window.groups_per_step % self.trainer.updates_per_step:
+            raise ValueError(
+                f"window.groups_per_step ({self.window.groups_per_step}) must be divisible by "
+                f"trainer.updates_per_step ({self.trainer.updates_per_step})"
+            )
+        if self.window.group_size == 1 and self.trainer.loss.drop_no_signal:
+            raise ValueError(
+                "trainer.loss.drop_no_signal with window.group_size = 1 sets every group aside"
+            )
+        if self.rollout.capacity < self.window.group_size:
+            raise ValueError(
+                f"rollout.capacity ({self.rollout.capacity}) must hold one group "
+                f"(window.group_size = {self.window.group_size})"
+            )
+        longest = self.task.max_prompt_tokens + self.rollout.max_new_tokens
+        if self.rollout.max_model_len is not None and self.rollout.max_model_len < longest:
+            raise ValueError(
+                f"rollout.max_model_len ({self.rollout.max_model_len}) is shorter than "
+                f"task.max_prompt_tokens + rollout.max_new_tokens ({longest})"
+            )
+        return self
+
+    @property
+    def run_directory(self) -> Path:
+        """Directory of the run's files."""
+        return self.run.directory / self.run.name
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens that the engine must hold."""
+        return self.rollout.max_model_len or (
+            self.task.max_prompt_tokens + self.rollout.max_new_tokens
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """What makes this run this run: everything that shapes its data and its updates.
+
+        Two configurations with equal identity may continue one another. Where things run
+        (addresses, directories, threads, timeouts) and how long (`trainer.steps`) is left out.
+        """
+        data = self.model_dump(mode="json")
+        return {
+            "run": {"name": self.run.name, "seed": self.run.seed},
+            "policy": {k: data["policy"][k] for k in ("model", "dtype")},
+            "task": {
+                k: v
+                for k, v in data["task"].items()
+                if k not in ("verifier_timeout_seconds", "verifier_processes")
+            },
+            "window": data["window"],
+            "rollout": {
+                k: data["rollout"][k]
+                for k in ("max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids")
+            },
+            "trainer": {k: data["trainer"][k] for k in ("updates_per_step", "loss", "optimizer")},
+            "kafka": {k: data["kafka"][k] for k in ("lanes", "dispatch_partitions")},
+            "evaluation": data["evaluation"],
+        }

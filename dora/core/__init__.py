@@ -1,0 +1,1 @@
+"""The rules of dora, pure: no input or output, no clock, no Kafka, no torch."""

@@ -1,0 +1,74 @@
+"""What dora says when it cannot go on.
+
+Every error carries what happened and, where there is something to do, what to do next. The command
+line prints both and ends with the error's exit code: 1 when a check or an operation failed, 2 when
+the user asked for something that makes no sense.
+"""
+
+
+class DoraError(Exception):
+    """An operation failed; `str(error)` says what, `hint` says what to do about it."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  {self.hint}" if self.hint else self.message
+
+
+class UsageError(DoraError):
+    """The command line asks for something impossible."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """The configuration is wrong; the message names file, section and key."""
+
+
+class BrokerError(DoraError):
+    """The local broker could not be started, stopped or found."""
+
+
+class BusError(DoraError):
+    """Kafka refused or did not answer in time; the message names the topic and the address."""
+
+
+class FencedError(BusError):
+    """Another process took over this role; this one must stop and can change nothing any more."""
+
+
+class TopicError(BusError):
+    """A topic is missing, exists already, or has another shape than the run needs."""
+
+
+class RecordError(DoraError):
+    """A record cannot be read; the message says what is wrong with its bytes."""
+
+
+class WeightsError(DoraError):
+    """Weights are missing, damaged, or could not be stored."""
+
+
+class CanaryError(WeightsError):
+    """An engine's log-probabilities differ from the trainer's after an update of the weights."""
+
+
+class PolicyError(DoraError):
+    """The model or its tokenizer cannot be used for this run."""
+
+
+class TaskError(DoraError):
+    """Prompts or the verifier of a task cannot be used."""
+
+
+class RunError(DoraError):
+    """The run as recorded in its log does not allow what was asked."""
+
+
+class DeadlineError(DoraError):
+    """Something that was awaited did not come in time; the message says what, and from whom."""

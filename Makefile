@@ -1,0 +1,69 @@
+# dora: `make demo` trains a model over a local Kafka, `make test` runs the tests.
+# Both set everything up first: .venv with pinned packages, and Kafka's jars.
+#
+# make setup TORCH=cpu    takes the smaller CPU build of torch (needs internet access beyond PyPI)
+# make demo  CONFIG=...   another run configuration
+
+PYTHON ?= python3
+TORCH  ?= pypi
+CONFIG ?= examples/spell_backward.toml
+BIN    := .venv/bin
+UV     := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+.PHONY: setup demo test test-unit check format docs requirements clean
+
+setup: .venv/ready .venv/jars
+
+.uv/bin/uv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "dora needs Python 3.11 or newer; $(PYTHON) is older. Set PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv .uv
+	.uv/bin/pip install --quiet --disable-pip-version-check uv
+
+.venv/ready: requirements/cpu.txt pyproject.toml | $(filter .uv/bin/uv,$(UV))
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "dora needs Python 3.11 or newer; $(PYTHON) is older. Set PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(BIN)/python || $(UV) venv --quiet --python $(PYTHON) .venv
+ifeq ($(TORCH),cpu)
+	grep -vE '^(nvidia-|cuda-|triton==)' requirements/cpu.txt > .venv/requirements.txt
+	VIRTUAL_ENV=$(CURDIR)/.venv $(UV) pip sync --quiet --torch-backend cpu .venv/requirements.txt
+else
+	VIRTUAL_ENV=$(CURDIR)/.venv $(UV) pip sync --quiet requirements/cpu.txt
+endif
+	VIRTUAL_ENV=$(CURDIR)/.venv $(UV) pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+.venv/jars: ops/kafka/pom.xml | .venv/ready
+	$(BIN)/dora broker fetch
+	touch $@
+
+demo: setup
+	$(BIN)/dora run $(CONFIG)
+
+test: setup
+	$(BIN)/python -m pytest tests/unit tests/integration
+
+test-unit: .venv/ready
+	$(BIN)/python -m pytest tests/unit
+
+check: .venv/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: .venv/ready
+	$(BIN)/python docs/generate_configuration.py
+
+# Pins every package without recording where it was downloaded from.
+requirements: | $(filter .uv/bin/uv,$(UV))
+	$(UV) pip compile --quiet --upgrade --python-version 3.11 --override requirements/overrides.txt \
+	  --extra cpu --extra math --extra dev --no-header --no-emit-index-url --no-annotate \
+	  pyproject.toml requirements/build.in -o requirements/cpu.txt
+
+clean:
+	rm -rf .venv .uv dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

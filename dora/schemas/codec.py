@@ -1,0 +1,206 @@
+"""Records to bytes and back: Avro single-object encoding.
+
+Invariant: `decode(encode(record)) == record`, and any other bytes either decode to a well-formed
+record or raise `UndecodableRecord`, never anything else. A value is `C3 01`, the 8-byte
+little-endian CRC-64-AVRO fingerprint of the schema it was written with, and the Avro body (Avro 1.12
+specification, "Single-object encoding"). Values written with a past schema are resolved to the
+current one.
+"""
+
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from io import BytesIO
+from operator import attrgetter
+from typing import Any, Literal
+
+from fastavro import schemaless_reader, schemaless_writer
+from fastavro.read import SchemaResolutionError
+
+from dora.schemas.records import InvalidRecord, Record
+from dora.schemas.registry import (
+    BY_FINGERPRINT,
+    CURRENT,
+    RECORD_TYPES,
+    SCHEMAS,
+    Schema,
+)
+
+__all__ = ["MAGIC", "SCHEMAS", "UndecodableCode", "UndecodableRecord", "decode", "encode"]
+
+MAGIC = b"\xc3\x01"
+_HEADER_BYTES = len(MAGIC) + 8
+
+UndecodableCode = Literal["bad_magic", "unknown_schema", "truncated", "invalid"]
+
+_ToAvro = Callable[[Any], dict[str, Any]]
+_FromAvro = Callable[[dict[str, Any]], Any]
+
+
+class UndecodableRecord(ValueError):
+    """Bytes that are no record.
+
+    `code` is `bad_magic` (not single-object encoding), `unknown_schema` (written by a version of
+    dora that this one does not know), `truncated` (bytes missing or left over) or `invalid` (a value
+    that contradicts the schema or the record itself); `reason` says it for people.
+    """
+
+    def __init__(self, code: UndecodableCode, reason: str) -> None:
+        super().__init__(f"{code}: {reason}")
+        self.code: UndecodableCode = code
+        self.reason = reason
+
+
+def encode(record: Record) -> bytes:
+    """The record as bytes; InvalidRecord if a field's value does not fit its type."""
+    prefix, parsed, to_avro = _ENCODERS[type(record)]
+    body = BytesIO()
+    body.write(prefix)
+    try:
+        schemaless_writer(body, parsed, to_avro(record))
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise InvalidRecord(f"{type(record).__name__} cannot be written: {error}") from error
+    return body.getvalue()
+
+
+def decode(data: bytes) -> Record:
+    """The record that the bytes hold; UndecodableRecord if they hold none."""
+    if data[:2] != MAGIC:
+        raise UndecodableRecord(
+            "bad_magic", f"starts with {data[:2].hex() or 'nothing'}, not with {MAGIC.hex()}"
+        )
+    if len(data) < _HEADER_BYTES:
+        raise UndecodableRecord("truncated", f"{len(data)} bytes are too few for the schema's name")
+    reader = _READERS.get(data[2:_HEADER_BYTES])
+    if reader is None:
+        raise UndecodableRecord(
+            "unknown_schema",
+            f"schema {data[2:_HEADER_BYTES].hex()} is unknown to this version of dora",
+        )
+    writer_schema, reader_schema, from_avro, name = reader
+    body = BytesIO(data)
+    body.seek(_HEADER_BYTES)
+    try:
+        # A reader schema makes fastavro compare and resolve; it is left out where both are the same.
+        datum = schemaless_reader(body, writer_schema, reader_schema)
+        end = body.tell()
+        if end != len(data):
+            raise UndecodableRecord(
+                "truncated", f"{len(data) - end} bytes are left over after a {name}"
+            )
+        record: Record = from_avro(typing.cast(dict[str, Any], datum))
+    except EOFError as error:
+        raise UndecodableRecord("truncated", f"the bytes end within a {name}") from error
+    except UndecodableRecord:
+        raise
+    except (
+        ValueError,
+        TypeError,
+        IndexError,
+        OverflowError,
+        MemoryError,
+        SchemaResolutionError,
+    ) as error:
+        raise UndecodableRecord("invalid", f"{name}: {error or type(error).__name__}") from error
+    return record
+
+
+def _check_int(bad: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        if not -(2**31) <= bad[name] < 2**31:
+            raise InvalidRecord(f"{name} is {bad[name]}, which does not fit into 32 bits")
+
+
+class _Plan:
+    """How one dataclass is converted: worked out once, so that records convert in microseconds."""
+
+    def __init__(self, cls: type[Any], schema: Mapping[str, Any]) -> None:
+        names = tuple(field.name for field in fields(cls))
+        in_schema = {field["name"]: field["type"] for field in schema["fields"]}
+        if set(names) != set(in_schema):
+            raise TypeError(
+                f"{cls.__name__} and its schema differ in {sorted(set(names) ^ set(in_schema))}"
+            )
+        hints = typing.get_type_hints(cls)
+        self.cls = cls
+        self.names = names
+        self.get = attrgetter(*names)
+        self.ints = tuple(name for name in names if in_schema[name] == "int")
+        self.choices = tuple(
+            (name, frozenset(typing.get_args(hints[name])))
+            for name in names
+            if typing.get_origin(hints[name]) is Literal
+        )
+        self.records: list[tuple[str, _Plan]] = []
+        self.record_arrays: list[tuple[str, _Plan]] = []
+        self.arrays: list[str] = []
+        for name in names:
+            self._nest(name, hints[name], in_schema[name])
+
+    def _nest(self, name: str, hint: Any, avro_type: Any) -> None:
+        if typing.get_origin(hint) is tuple:
+            item = typing.get_args(hint)[0]
+            if isinstance(item, type) and hasattr(item, "__dataclass_fields__"):
+                self.record_arrays.append((name, _plan_of(item, avro_type["items"])))
+            else:
+                self.arrays.append(name)
+        elif isinstance(hint, type) and hasattr(hint, "__dataclass_fields__"):
+            self.records.append((name, _plan_of(hint, avro_type)))
+        elif isinstance(hint, types.UnionType) and not {type(None), str, int, float} >= set(
+            typing.get_args(hint)
+        ):
+            raise TypeError(f"{self.cls.__name__}.{name}: no conversion for {hint}")
+
+    def to_avro(self, record: Any) -> dict[str, Any]:
+        datum = dict(zip(self.names, self.get(record), strict=True))
+        if self.ints:
+            _check_int(datum, self.ints)
+        for name, plan in self.records:
+            datum[name] = plan.to_avro(datum[name])
+        for name, plan in self.record_arrays:
+            datum[name] = [plan.to_avro(item) for item in datum[name]]
+        return datum
+
+    def from_avro(self, datum: dict[str, Any]) -> Any:
+        if self.ints:
+            _check_int(datum, self.ints)
+        for name, choices in self.choices:
+            if datum[name] not in choices:
+                raise InvalidRecord(
+                    f"{name} is {datum[name]!r}, not one of {', '.join(sorted(choices))}"
+                )
+        for name in self.arrays:
+            datum[name] = tuple(datum[name])
+        for name, plan in self.records:
+            datum[name] = plan.from_avro(datum[name])
+        for name, plan in self.record_arrays:
+            datum[name] = tuple([plan.from_avro(item) for item in datum[name]])
+        return self.cls(**datum)
+
+
+_NESTED: dict[type[Any], _Plan] = {}
+
+
+def _plan_of(cls: type[Any], avro_type: Any) -> _Plan:
+    # Avro spells a named type out once and refers to it by name from then on.
+    if cls not in _NESTED:
+        _NESTED[cls] = _Plan(cls, avro_type)
+    return _NESTED[cls]
+
+
+_PLANS = {name: _Plan(cls, CURRENT[name].parsed) for name, cls in RECORD_TYPES.items()}
+
+_ENCODERS: dict[type[Any], tuple[bytes, dict[str, Any], _ToAvro]] = {
+    cls: (MAGIC + CURRENT[name].fingerprint, CURRENT[name].parsed, _PLANS[name].to_avro)
+    for name, cls in RECORD_TYPES.items()
+}
+
+
+def _reader(schema: Schema) -> tuple[dict[str, Any], dict[str, Any] | None, _FromAvro, str]:
+    current = CURRENT[schema.record]
+    resolve_to = None if schema.current else current.parsed
+    return schema.parsed, resolve_to, _PLANS[schema.record].from_avro, schema.record
+
+
+_READERS = {name: _reader(schema) for name, schema in BY_FINGERPRINT.items()}

@@ -1,1 +1,1 @@
-
+"""The command line: thin commands over producers and consumers."""

@@ -1,0 +1,102 @@
+"""The command `dora`: its subcommands, imported when they are used, and how errors are shown.
+
+Invariant: `dora --help` imports nothing heavier than click. A `DoraError` becomes `error: ...` on
+standard error with its hint and its exit code; only a defect of dora shows a traceback.
+"""
+
+import importlib
+import signal
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Never
+
+import click
+
+from dora import __version__
+from dora.errors import DoraError
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A subcommand: where it is defined, and its line in the help."""
+
+    target: str
+    summary: str
+    hidden: bool = False
+
+
+COMMANDS: dict[str, Entry] = {
+    "run": Entry("dora.cli.run:run", "Run everything on this machine, with live progress."),
+    "status": Entry("dora.cli.status:status", "Show window, backlog, workers and rates of a run."),
+    "tail": Entry("dora.cli.tail:tail", "Follow the records of a run, decoded."),
+    "audit": Entry("dora.cli.audit:audit", "Prove consistency and exactly-once from the log."),
+    "broker": Entry("dora.cli.broker:broker", "Start, stop and inspect the local Kafka broker."),
+    "topics": Entry("dora.cli.topics:topics", "Create, describe and delete a run's topics."),
+    "coordinator": Entry("dora.cli.coordinator:coordinator", "Run the coordinator of a run."),
+    "rollout": Entry("dora.cli.rollout:rollout", "Run one rollout worker."),
+    "train": Entry("dora.cli.train:train", "Run the trainer of a run."),
+    "doctor": Entry("dora.cli.doctor:doctor", "Say what this machine lacks, and how to get it."),
+    "prepare": Entry("dora.cli.prepare:prepare", "Make the model directory of a run.", hidden=True),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are asked for."""
+
+    def __init__(self, *args: Any, entries: dict[str, Entry], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.entries = entries
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in the order of the table."""
+        return list(self.entries)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return one command."""
+        entry = self.entries.get(cmd_name)
+        if entry is None:
+            return None
+        module, _, attribute = entry.target.partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing them."""
+        rows = [(name, entry.summary) for name, entry in self.entries.items() if not entry.hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command and turn dora's errors into messages and exit codes."""
+        try:
+            return super().invoke(ctx)
+        except DoraError as error:
+            click.echo(f"error: {error.message}", err=True)
+            if error.hint:
+                click.echo(f"  {error.hint}", err=True)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(130)
+
+
+@click.group(
+    cls=LazyGroup,
+    entries=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(__version__, message="dora %(version)s")
+def cli() -> None:
+    """Asynchronous reinforcement learning of language models over Apache Kafka."""
+
+
+def main() -> None:
+    """Entry point of the `dora` command."""
+    signal.signal(signal.SIGTERM, _terminated)
+    cli.main(prog_name="dora")
+
+
+def _terminated(number: int, frame: FrameType | None) -> Never:
+    """Let `finally` blocks and context managers run when the process is asked to end."""
+    raise SystemExit(128 + number)

@@ -1,0 +1,222 @@
+"""Options that commands share.
+
+Invariant: a command that takes a configuration or a run's name gets it checked, with the cluster's
+address resolved, or the user gets a message and exit code 2; nothing was started by then.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import click
+
+from dora.config import Config, KafkaSection
+from dora.config_file import KafkaOverrides, load_config, load_kafka_section
+from dora.errors import UsageError
+
+BROKER_DIRECTORY = Path(".dora/broker")
+
+Command = Callable[..., Any]
+
+_SOURCE = "dora.cli.options.source"
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigSource:
+    """How the configuration of the running command was given, to give it to other processes."""
+
+    path: Path
+    sets: tuple[str, ...]
+    broker_directory: Path
+
+    def arguments(self, config: Config) -> list[str]:
+        """Command-line arguments that make another process load `config`.
+
+        Kafka properties may be secrets: they travel in `environment`, not where `ps` shows them.
+        """
+        arguments = [str(self.path.absolute())]
+        for text in self.sets:
+            if not text.strip().startswith("kafka.properties"):
+                arguments += ["--set", text]
+        if config.kafka.bootstrap_servers:
+            arguments += ["--bootstrap-server", config.kafka.bootstrap_servers]
+        return arguments
+
+    @staticmethod
+    def environment(config: Config) -> dict[str, str]:
+        """Environment variables that go with `arguments`."""
+        return {
+            "DORA_KAFKA__PROPERTIES__" + name.replace(".", "_").upper(): value.get_secret_value()
+            for name, value in config.kafka.properties.items()
+        }
+
+
+def config_source() -> ConfigSource:
+    """The source of the configuration of the command that is running."""
+    source = click.get_current_context().meta[_SOURCE]
+    assert isinstance(source, ConfigSource)
+    return source
+
+
+@overload
+def config_argument(command: Command, /) -> Command: ...
+@overload
+def config_argument(*, broker: bool = True) -> Callable[[Command], Command]: ...
+
+
+def config_argument(
+    command: Command | None = None, /, *, broker: bool = True
+) -> Command | Callable[[Command], Command]:
+    """Argument CONFIG with `--set`, `-b`, `-X` and `--kafka-config`; the command gets `config`.
+
+    With `broker` (the default) `config.kafka.bootstrap_servers` is set: to what was given, or to
+    the local broker if it runs; otherwise the command is refused. Use as `@config_argument` or
+    `@config_argument(broker=False)`, below `@click.command`.
+    """
+
+    def decorate(function: Command) -> Command:
+        @functools.wraps(function)
+        def wrapper(
+            *args: Any,
+            config_path: Path,
+            sets: tuple[str, ...],
+            bootstrap_servers: str | None,
+            properties: Mapping[str, str],
+            kafka_config: tuple[Path, ...],
+            broker_directory: Path,
+            **kwargs: Any,
+        ) -> Any:
+            overrides = KafkaOverrides(bootstrap_servers, properties, kafka_config)
+            config = load_config(config_path, sets=sets, kafka=overrides)
+            if broker and config.kafka.bootstrap_servers is None:
+                config = with_broker(config, local_broker(broker_directory))
+            source = ConfigSource(config_path, sets, broker_directory)
+            click.get_current_context().meta[_SOURCE] = source
+            return function(*args, config=config, **kwargs)
+
+        decorated = click.option(
+            "--set",
+            "sets",
+            multiple=True,
+            metavar="SECTION.KEY=VALUE",
+            help="Override a key of the configuration; may be repeated.",
+        )(_kafka_parameters(wrapper))
+        return click.argument(
+            "config_path", metavar="CONFIG", type=click.Path(path_type=Path, dir_okay=False)
+        )(decorated)
+
+    return decorate if command is None else decorate(command)
+
+
+def kafka_options(command: Command) -> Command:
+    """`-b`, `-X`, `--kafka-config` and `--broker-dir` for commands that take a run's name.
+
+    The command gets `kafka`, a `KafkaSection` whose `bootstrap_servers` is set: from `-b`, from
+    `DORA_KAFKA__BOOTSTRAP_SERVERS`, or the local broker's; refused when there is none.
+    """
+
+    @functools.wraps(command)
+    def wrapper(
+        *args: Any,
+        bootstrap_servers: str | None,
+        properties: Mapping[str, str],
+        kafka_config: tuple[Path, ...],
+        broker_directory: Path,
+        **kwargs: Any,
+    ) -> Any:
+        section = load_kafka_section(
+            kafka=KafkaOverrides(bootstrap_servers, properties, kafka_config)
+        )
+        if section.bootstrap_servers is None:
+            address = local_broker(broker_directory)
+            section = section.model_copy(update={"bootstrap_servers": address})
+        return command(*args, kafka=section, **kwargs)
+
+    return _kafka_parameters(wrapper)
+
+
+def json_option(command: Command) -> Command:
+    """`--json`; the command gets `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")(command)
+
+
+def with_broker(config: Config, address: str) -> Config:
+    """The same configuration with the cluster's address filled in."""
+    kafka: KafkaSection = config.kafka.model_copy(update={"bootstrap_servers": address})
+    return config.model_copy(update={"kafka": kafka})
+
+
+def local_broker(directory: Path) -> str:
+    """Address of the local broker in `directory`; UsageError if none runs there."""
+    from dora.bus.broker import running_broker
+
+    broker = running_broker(directory)
+    if broker is None:
+        raise UsageError(
+            f"no Kafka cluster given, and no local broker runs in {directory}",
+            hint="Start one with `dora broker start`, or name a cluster with "
+            "-b HOST:PORT or DORA_KAFKA__BOOTSTRAP_SERVERS.",
+        )
+    return str(broker.bootstrap_servers)
+
+
+def print_line(text: str) -> None:
+    """One line on standard output, at once: others may follow it through a pipe."""
+    click.echo(text)
+    sys.stdout.flush()
+
+
+def _kafka_parameters(command: Command) -> Command:
+    options = (
+        click.option(
+            "-b",
+            "--bootstrap-server",
+            "bootstrap_servers",
+            metavar="HOST:PORT",
+            help="Kafka cluster; by default the configuration's, or the local broker.",
+        ),
+        click.option(
+            "-X",
+            "properties",
+            multiple=True,
+            metavar="KEY=VALUE",
+            callback=_properties,
+            help="Any librdkafka property (TLS, SASL, OAuth); may be repeated.",
+        ),
+        click.option(
+            "--kafka-config",
+            "kafka_config",
+            multiple=True,
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="File with librdkafka properties, key=value a line.",
+        ),
+        click.option(
+            "--broker-dir",
+            "broker_directory",
+            type=click.Path(path_type=Path),
+            default=BROKER_DIRECTORY,
+            show_default=True,
+            metavar="DIR",
+            help="Directory of the local broker, used when no cluster is given.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _properties(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[str, str]:
+    properties = {}
+    for text in values:
+        key, separator, value = text.partition("=")
+        if not separator or not key.strip():
+            # The text may be a secret: it is not repeated.
+            raise click.BadParameter("not of the form KEY=VALUE", context, parameter)
+        properties[key.strip()] = value
+    return properties

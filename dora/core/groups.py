@@ -1,0 +1,131 @@
+"""Groups while they are outstanding, and the tallies that a run keeps of them.
+
+Invariant: a group holds at most one finished record per sample index, the one that counts.
+"""
+
+from dataclasses import dataclass, field
+
+from dora.core.window import Candidate
+from dora.schemas.records import Purpose, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The facts of a Trajectory record and where it lies, without its tokens."""
+
+    trajectory_id: str
+    group_id: str
+    sample: int
+    attempt: int
+    policy_version: int
+    purpose: Purpose
+    reward: float | None
+    error: str | None
+    generated_tokens: int
+    finish_reason: str
+    worker: str
+    partition: int
+    offset: int
+
+
+def finished_facts(trajectory: Trajectory, partition: int, offset: int) -> Finished:
+    """The facts of `trajectory`, read at `offset` of `partition` of the trajectories topic."""
+    return Finished(
+        trajectory_id=trajectory.trajectory_id,
+        group_id=trajectory.group_id,
+        sample=trajectory.sample,
+        attempt=trajectory.attempt,
+        policy_version=trajectory.policy_version,
+        purpose=trajectory.purpose,
+        reward=trajectory.reward,
+        error=trajectory.error,
+        generated_tokens=trajectory.generated_tokens,
+        finish_reason=trajectory.finish_reason,
+        worker=trajectory.worker,
+        partition=partition,
+        offset=offset,
+    )
+
+
+@dataclass(slots=True)
+class Group:
+    """A started group and its finished samples; owned and changed by RunState alone."""
+
+    group_id: str
+    ordinal: int
+    version: int
+    size: int
+    purpose: Purpose
+    samples: dict[int, Finished] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all samples are finished."""
+        return len(self.samples) == self.size
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Sample indices that are not finished, in order."""
+        return tuple(sample for sample in range(self.size) if sample not in self.samples)
+
+    @property
+    def rewards(self) -> tuple[float | None, ...]:
+        """Rewards of the finished samples in order of their index; None where there is none."""
+        return tuple(self.samples[sample].reward for sample in sorted(self.samples))
+
+    @property
+    def failure(self) -> str | None:
+        """Why the first sample without a reward has none, or None if all finished ones have one."""
+        for sample in sorted(self.samples):
+            finished = self.samples[sample]
+            if finished.reward is None:
+                return finished.error or finished.finish_reason
+        return None
+
+    @property
+    def candidate(self) -> Candidate:
+        """The group as `core.window.pick_batch` takes it."""
+        return Candidate(self.version, self.ordinal, self.group_id)
+
+
+@dataclass(slots=True)
+class EvaluationTally:
+    """What the evaluation of one version has yielded; counts are trajectories."""
+
+    version: int
+    admitted: int = 0
+    finished: int = 0
+    successes: int = 0
+    failed: int = 0
+    reward_sum: float = 0.0
+    generated_tokens: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether all admitted trajectories are finished."""
+        return self.finished == self.admitted
+
+    @property
+    def success_rate(self) -> float:
+        """Successes as a share of the finished, failed ones included; 0 while none is."""
+        return self.successes / self.finished if self.finished else 0.0
+
+    @property
+    def reward_mean(self) -> float:
+        """Mean reward of those that have one; 0 while none has."""
+        scored = self.finished - self.failed
+        return self.reward_sum / scored if scored else 0.0
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals over the records seen. `trajectories` and `generated_tokens` count, for training and
+    evaluation together, the first finished record of each trajectory."""
+
+    trajectories: int = 0
+    generated_tokens: int = 0
+    duplicates: int = 0
+    late: int = 0
+    foreign: int = 0
+    trained_groups: int = 0
+    set_aside_groups: int = 0

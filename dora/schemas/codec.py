@@ -2,8 +2,8 @@
 
 Invariant: `decode(encode(record)) == record`, and any other bytes either decode to a well-formed
 record or raise `UndecodableRecord`, never anything else. A value is `C3 01`, the 8-byte
-little-endian CRC-64-AVRO fingerprint of the schema it was written with, and the Avro body (Avro 1.12
-specification, "Single-object encoding"). Values written with a past schema are resolved to the
+little-endian CRC-64-AVRO fingerprint of the schema it was written with, and the Avro body (Avro
+1.12 specification, "Single-object encoding"). Values written with a past schema are resolved to the
 current one.
 """
 
@@ -31,6 +31,14 @@ __all__ = ["MAGIC", "SCHEMAS", "UndecodableCode", "UndecodableRecord", "decode",
 
 MAGIC = b"\xc3\x01"
 _HEADER_BYTES = len(MAGIC) + 8
+_MALFORMED = (
+    ValueError,
+    TypeError,
+    IndexError,
+    OverflowError,
+    MemoryError,
+    SchemaResolutionError,
+)
 
 UndecodableCode = Literal["bad_magic", "unknown_schema", "truncated", "invalid"]
 
@@ -42,8 +50,8 @@ class UndecodableRecord(ValueError):
     """Bytes that are no record.
 
     `code` is `bad_magic` (not single-object encoding), `unknown_schema` (written by a version of
-    dora that this one does not know), `truncated` (bytes missing or left over) or `invalid` (a value
-    that contradicts the schema or the record itself); `reason` says it for people.
+    dora that this one does not know), `truncated` (bytes missing or left over) or `invalid` (a
+    value that contradicts the schema or the record itself); `reason` says it for people.
     """
 
     def __init__(self, code: UndecodableCode, reason: str) -> None:
@@ -82,7 +90,7 @@ def decode(data: bytes) -> Record:
     body = BytesIO(data)
     body.seek(_HEADER_BYTES)
     try:
-        # A reader schema makes fastavro compare and resolve; it is left out where both are the same.
+        # A reader schema makes fastavro compare and resolve: left out where both are the same.
         datum = schemaless_reader(body, writer_schema, reader_schema)
         end = body.tell()
         if end != len(data):
@@ -90,18 +98,15 @@ def decode(data: bytes) -> Record:
                 "truncated", f"{len(data) - end} bytes are left over after a {name}"
             )
         record: Record = from_avro(typing.cast(dict[str, Any], datum))
-    except EOFError as error:
-        raise UndecodableRecord("truncated", f"the bytes end within a {name}") from error
     except UndecodableRecord:
         raise
-    except (
-        ValueError,
-        TypeError,
-        IndexError,
-        OverflowError,
-        MemoryError,
-        SchemaResolutionError,
-    ) as error:
+    except EOFError as error:
+        raise UndecodableRecord("truncated", f"the bytes end within a {name}") from error
+    except _MALFORMED as error:
+        # fastavro reports some ends of data as an IndexError; every record ends with a number, so
+        # that nothing else fails at the very end.
+        if isinstance(error, IndexError) and body.tell() == len(data):
+            raise UndecodableRecord("truncated", f"the bytes end within a {name}") from error
         raise UndecodableRecord("invalid", f"{name}: {error or type(error).__name__}") from error
     return record
 
@@ -197,10 +202,11 @@ _ENCODERS: dict[type[Any], tuple[bytes, dict[str, Any], _ToAvro]] = {
 }
 
 
-def _reader(schema: Schema) -> tuple[dict[str, Any], dict[str, Any] | None, _FromAvro, str]:
+def reader_of(schema: Schema) -> tuple[dict[str, Any], dict[str, Any] | None, _FromAvro, str]:
+    """Writer schema, schema to resolve to (None: the same), conversion and name of the record."""
     current = CURRENT[schema.record]
     resolve_to = None if schema.current else current.parsed
     return schema.parsed, resolve_to, _PLANS[schema.record].from_avro, schema.record
 
 
-_READERS = {name: _reader(schema) for name, schema in BY_FINGERPRINT.items()}
+_READERS = {name: reader_of(schema) for name, schema in BY_FINGERPRINT.items()}

@@ -5,6 +5,7 @@ standard error with its hint and its exit code; only a defect of dora shows a tr
 """
 
 import importlib
+import os
 import signal
 from dataclasses import dataclass
 from types import FrameType
@@ -14,6 +15,8 @@ import click
 
 from dora import __version__
 from dora.errors import DoraError
+
+SUPERVISOR = "DORA_SUPERVISOR"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,10 @@ def cli() -> None:
 def main() -> None:
     """Entry point of the `dora` command."""
     signal.signal(signal.SIGTERM, _terminated)
+    if SUPERVISOR in os.environ:
+        from dora.cli.lifeline import follow_supervisor
+
+        follow_supervisor()
     cli.main(prog_name="dora")
 
 

@@ -1,0 +1,321 @@
+"""How a run is shown: one live picture on a terminal, plain lines elsewhere.
+
+Invariant: what is drawn is a function of a `Snapshot` and the children's states; nothing is asked
+of the cluster here.
+"""
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from dora.cli.supervisor import ChildView
+from dora.consumers.snapshot import ProcessView, Snapshot, StepPoint
+
+_COLOURS = {
+    "running": "green",
+    "ready": "green",
+    "training": "green",
+    "complete": "green",
+    "done": "green",
+    "starting": "yellow",
+    "loading": "yellow",
+    "waiting": "yellow",
+    "restarting": "yellow",
+    "stopped": "dim",
+    "not started": "dim",
+    "silent": "red",
+    "stalled": "red",
+    "failed": "bold red",
+}
+
+
+class Display(Protocol):
+    """Shows a run while it goes on; a context manager."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+    def update(self, snapshot: Snapshot, children: Sequence[ChildView]) -> None:
+        """Show the run as it is now."""
+
+    def note(self, text: str) -> None:
+        """Show an event."""
+
+
+def open_display(console: Console) -> Display:
+    """A live picture on a terminal, plain lines elsewhere."""
+    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
+
+
+class LiveDisplay:
+    """Redraws one picture in place; events scroll above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+    def update(self, snapshot: Snapshot, children: Sequence[ChildView]) -> None:
+        """Redraw."""
+        self._live.update(render(snapshot, children), refresh=True)
+
+    def note(self, text: str) -> None:
+        """Print above the picture."""
+        self._live.console.print(Text(f"{time.strftime('%H:%M:%S')}  {text}", style="dim"))
+
+
+class PlainDisplay:
+    """One line per step and per change of a process's state or of the run's health."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._steps = 0
+        self._evaluated: set[int] = set()
+        self._states: dict[str, str] = {}
+        self._health = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        return None
+
+    def update(self, snapshot: Snapshot, children: Sequence[ChildView]) -> None:
+        """Print what is new since the last call."""
+        for point in snapshot.steps[self._steps :]:
+            self.note(step_line(point, snapshot))
+        self._steps = len(snapshot.steps)
+        for evaluation in snapshot.evaluations:
+            if evaluation.complete and evaluation.version not in self._evaluated:
+                self._evaluated.add(evaluation.version)
+                self.note(
+                    f"evaluation of version {evaluation.version}: success "
+                    f"{evaluation.success_rate:.3f} of {evaluation.finished} held-out prompts"
+                )
+        for process in snapshot.processes:
+            # Waiting and training alternate at each step: they are no news.
+            state = "at work" if process.state in ("training", "waiting") else process.state
+            if process.silent and not process.ended:
+                state = "silent"
+            if self._states.get(process.process) != state:
+                self._states[process.process] = state
+                message = f": {process.message}" if process.message else ""
+                self.note(f"{process.process} {state}{message}")
+        if snapshot.health != self._health:
+            self._health = snapshot.health
+            if snapshot.health == "stalled":
+                self.note("stalled: " + "; ".join(snapshot.reasons))
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def step_line(point: StepPoint, snapshot: Snapshot) -> str:
+    """A step on one line."""
+    metrics = point.metrics
+    target = f"/{snapshot.steps_target}" if snapshot.steps_target else ""
+    seconds = metrics.get("step_seconds", 0.0)
+    trained = metrics.get("tokens", 0.0) / seconds if seconds else 0.0
+    return "  ".join(
+        (
+            f"step {point.step}{target}",
+            f"success {metrics.get('success_rate', 0.0):.3f}",
+            f"reward {metrics.get('reward_mean', 0.0):.3f}",
+            f"stale {metrics.get('staleness_mean', 0.0):.2f}",
+            f"live {metrics.get('live_versions', 0.0):.0f}",
+            f"tok/s {trained:,.0f}",
+            f"mismatch {metrics.get('logprob_mismatch_mean', 0.0):.1e}",
+        )
+    )
+
+
+def render(snapshot: Snapshot, children: Sequence[ChildView] = ()) -> RenderableType:
+    """The whole picture of a run."""
+    parts: list[RenderableType] = [_headline(snapshot)]
+    if snapshot.steps_target:
+        parts.append(_progress(snapshot))
+    parts += [Text(f"  {reason}", style="red") for reason in snapshot.reasons]
+    parts.append(_figures(snapshot))
+    if snapshot.versions:
+        parts.append(_window(snapshot))
+    if snapshot.processes or children:
+        parts.append(_processes(snapshot.processes, children))
+    parts += [Text(f"  {problem}", style="red") for problem in snapshot.problems[:5]]
+    return Group(*parts)
+
+
+def _headline(snapshot: Snapshot) -> Text:
+    text = Text.assemble((snapshot.run, "bold"), "  ", _state(snapshot.health))
+    if snapshot.started_ms is not None:
+        end = snapshot.time_ms
+        if snapshot.health in ("complete", "stopped") and snapshot.last_ms:
+            end = snapshot.last_ms
+        text.append(f"  {duration((end - snapshot.started_ms) / 1000)} since its start")
+    if not snapshot.steps_target and snapshot.newest >= 0:
+        text.append(f"  {snapshot.step} steps")
+    return text
+
+
+def _progress(snapshot: Snapshot) -> RenderableType:
+    total = snapshot.steps_target or 1
+    row = Table.grid(padding=(0, 1))
+    remaining = ""
+    recent = snapshot.steps[-6:]
+    if len(recent) > 1 and snapshot.step < total:
+        pace = (recent[-1].created_ms - recent[0].created_ms) / (len(recent) - 1) / 1000
+        remaining = f"about {duration(pace * (total - snapshot.step))} to go"
+    bar = ProgressBar(total=total, completed=min(snapshot.step, total), width=40)
+    row.add_row(f"step {snapshot.step}/{total}", bar, remaining)
+    return row
+
+
+def _figures(snapshot: Snapshot) -> RenderableType:
+    metrics = snapshot.metrics
+    table = Table.grid(padding=(0, 3))
+    success = f"{metrics['success_rate']:.3f}" if "success_rate" in metrics else "-"
+    reward = f"{metrics['reward_mean']:.3f}" if "reward_mean" in metrics else "-"
+    done = [point for point in snapshot.evaluations if point.finished]
+    held_out = "-"
+    if done:
+        held_out = f"{done[0].success_rate:.3f}"
+        if len(done) > 1:
+            held_out += f" → {done[-1].success_rate:.3f} (v{done[-1].version})"
+    idle = snapshot.trainer_idle_share
+    mismatch = metrics.get("logprob_mismatch_mean")
+    table.add_row(f"success {success}", f"reward {reward}", f"held-out success {held_out}")
+    table.add_row(
+        f"generated {snapshot.tokens_generated_per_second:,.0f} tok/s",
+        f"trained {snapshot.tokens_trained_per_second:,.0f} tok/s",
+        f"{snapshot.trajectories:,} trajectories, {snapshot.tokens:,} tokens"
+        + ("" if snapshot.whole_history else " (of the window)"),
+    )
+    table.add_row(
+        f"staleness mean {metrics.get('staleness_mean', 0.0):.2f}, max {snapshot.staleness_max} "
+        f"of {snapshot.max_staleness}",
+        f"trainer idle {idle:.0%}" if idle is not None else "trainer idle -",
+        f"log-prob mismatch {mismatch:.1e}" if mismatch is not None else "log-prob mismatch -",
+    )
+    table.add_row(
+        f"set aside {snapshot.groups_set_aside} groups",
+        f"dead letters {snapshot.dead_letters}",
+        f"ignored: {snapshot.duplicates} duplicate, {snapshot.late} late, "
+        f"{snapshot.foreign} foreign, {snapshot.unreadable} unreadable",
+    )
+    return table
+
+
+def _window(snapshot: Snapshot) -> RenderableType:
+    table = Table(
+        title=f"window: {snapshot.groups_outstanding} of {snapshot.groups_capacity} groups "
+        "outstanding",
+        title_justify="left",
+        box=None,
+        padding=(0, 2),
+    )
+    for column in ("version", "groups", "unfinished", "trajectories to go", "held-out", "workers"):
+        table.add_column(column, justify="right")
+    for backlog in snapshot.versions:
+        table.add_row(
+            *(
+                str(number)
+                for number in (
+                    backlog.version,
+                    backlog.groups_outstanding,
+                    backlog.groups_unfinished,
+                    backlog.trajectories_unfinished,
+                    backlog.evaluation_unfinished,
+                    backlog.workers,
+                )
+            )
+        )
+    return table
+
+
+def _processes(processes: Sequence[ProcessView], children: Sequence[ChildView]) -> RenderableType:
+    table = Table(box=None, padding=(0, 2))
+    for column in ("process", "state", "version", "running", "heard", "what"):
+        table.add_column(column, overflow="fold" if column == "what" else "ellipsis")
+    local = {child.name: child for child in children}
+    for process in processes:
+        child = local.pop(process.process, None)
+        state = "silent" if process.silent and not process.ended else process.state
+        what = process.message
+        if child is not None and child.state in ("restarting", "failed"):
+            state, what = child.state, child.note
+        if child is not None and child.restarts:
+            what = f"[restarts: {child.restarts}] {what}"
+        table.add_row(
+            process.process,
+            _state(state),
+            str(process.version) if process.version >= 0 else "",
+            f"{process.running}/{process.capacity}" if process.capacity else "",
+            f"{duration(process.age_seconds)} ago",
+            Text(what),
+        )
+    for child in local.values():
+        table.add_row(child.name, _state(child.state), "", "", "", Text(child.note))
+    return table
+
+
+def _state(state: str) -> Text:
+    return Text(state, style=_COLOURS.get(state, ""))
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: `42 s`, `3 min 20 s`, `2 h 5 min`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def learning_curve(snapshot: Snapshot, *, width: int = 60, height: int = 8) -> list[str]:
+    """Training success over the steps as a text plot; empty before the first step."""
+    values = [point.metrics.get("success_rate", 0.0) for point in snapshot.steps]
+    if not values:
+        return []
+    columns = min(width, len(values))
+    means = []
+    for column in range(columns):
+        part = values[column * len(values) // columns : (column + 1) * len(values) // columns]
+        means.append(sum(part) / len(part))
+    top = max(*means, 0.0) or 1.0
+    lines = ["success in training, by step"]
+    for row in range(height, 0, -1):
+        low = top * (row - 1) / height
+        cells = "".join("█" if mean > low else " " for mean in means)
+        lines.append(f"{top * row / height:6.2f} │{cells}")
+    lines.append(" " * 7 + "└" + "─" * columns)
+    first, last = str(snapshot.steps[0].step), str(snapshot.steps[-1].step)
+    lines.append(" " * 8 + first + last.rjust(max(1, columns - len(first))))
+    return lines

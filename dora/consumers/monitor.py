@@ -1,0 +1,373 @@
+"""Watches a run from its log alone, for `dora status`, the live display and the summary.
+
+Invariant: what is shown was read from the log and nothing is written to it; a monitor may come and
+go at any time, on any machine that reaches the cluster. Contradictions in the log are counted and
+shown, they do not stop the view.
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from dora.bus.clients import ClusterSettings, Message, Unreadable
+from dora.bus.reader import LogReader
+from dora.bus.topics import RunTopics, TopicAdmin
+from dora.consumers.snapshot import (
+    EvaluationPoint,
+    ProcessView,
+    Snapshot,
+    StepPoint,
+    VersionBacklog,
+    assess,
+)
+from dora.core.ring import slot_partitions
+from dora.core.state import RunState, finished_facts
+from dora.core.window import Window
+from dora.errors import RunError
+from dora.schemas.records import (
+    Admission,
+    DeadLetter,
+    Policy,
+    RunStarted,
+    Status,
+    Step,
+    Trajectory,
+)
+
+BEGINNING = -2
+
+_RATE_SECONDS = 60.0
+_PROBLEMS_KEPT = 20
+
+
+class RunView:
+    """The fold of a run's records into snapshots. No I/O: feed records, ask for snapshots."""
+
+    def __init__(
+        self, run: str, *, steps_target: int | None = None, heartbeat_timeout: float = 30.0
+    ) -> None:
+        self.run = run
+        self.started: RunStarted | None = None
+        self.state: RunState | None = None
+        self.policies: dict[int, Policy] = {}
+        self.whole_history = True
+        self._steps_target = steps_target
+        self._heartbeat_timeout = heartbeat_timeout
+        self._statuses: dict[str, Status] = {}
+        self._steps: list[StepPoint] = []
+        self._recent: deque[tuple[int, int]] = deque()
+        self._last_ms: int | None = None
+        self._dead_letters = 0
+        self._unreadable = 0
+        self._problems: list[str] = []
+
+    def take(self, message: Message) -> None:
+        """Fold one message of any of the run's topics."""
+        value = message.value
+        place = f"{message.topic}[{message.partition}]@{message.offset}"
+        try:
+            match value:
+                case Unreadable():
+                    self._unreadable += 1
+                    self._problem(f"{place}: {value.reason}")
+                case RunStarted():
+                    self._start(value)
+                case Policy():
+                    self.policies[value.version] = value
+                    self._forget_policies()
+                case Status():
+                    self._statuses[value.process] = value
+                case DeadLetter():
+                    self._dead_letters += 1
+                case Step():
+                    self._commit(value)
+                case Admission() if self.state is not None:
+                    self.state.admit(value)
+                case Trajectory() if self.state is not None:
+                    self._finish(value, message.partition, message.offset)
+                case _:
+                    pass  # commands and chunks tell this view nothing
+        except ValueError as error:
+            self._problem(f"{place}: {error}")
+
+    def snapshot(self, time_ms: int) -> Snapshot:
+        """The run as seen so far, at `time_ms` (Unix milliseconds)."""
+        state = self.state
+        processes = self._processes(time_ms)
+        evaluations = tuple(
+            EvaluationPoint(
+                tally.version,
+                tally.admitted,
+                tally.finished,
+                tally.successes,
+                tally.success_rate,
+                tally.reward_mean,
+            )
+            for _, tally in sorted((state.evaluations if state else {}).items())
+        )
+        newest = state.newest if state else -1
+        health, reasons = assess(
+            time_ms=time_ms,
+            started_ms=self.started.created_ms if self.started else None,
+            newest=newest,
+            steps_target=self._target(),
+            evaluating=not all(point.complete for point in evaluations),
+            step_times_ms=[point.created_ms for point in self._steps],
+            processes=processes,
+        )
+        counters = state.counters if state else None
+        return Snapshot(
+            run=self.run,
+            time_ms=time_ms,
+            health=health,
+            reasons=reasons,
+            started_ms=self.started.created_ms if self.started else None,
+            last_ms=self._last_ms,
+            steps_target=self._target(),
+            newest=newest,
+            max_staleness=self.started.max_staleness if self.started else 0,
+            groups_per_step=self.started.groups_per_step if self.started else 0,
+            group_size=self.started.group_size if self.started else 0,
+            groups_outstanding=state.outstanding_total if state else 0,
+            groups_capacity=state.window.capacity if state else 0,
+            versions=self._backlog(processes),
+            processes=processes,
+            steps=tuple(self._steps),
+            evaluations=evaluations,
+            trajectories=counters.trajectories if counters else 0,
+            tokens=counters.generated_tokens if counters else 0,
+            tokens_generated_per_second=self._generated_rate(time_ms),
+            tokens_trained_per_second=self._trained_rate(),
+            groups_trained=counters.trained_groups if counters else 0,
+            groups_set_aside=counters.set_aside_groups if counters else 0,
+            duplicates=counters.duplicates if counters else 0,
+            late=counters.late if counters else 0,
+            foreign=counters.foreign if counters else 0,
+            dead_letters=self._dead_letters,
+            unreadable=self._unreadable,
+            problems=tuple(self._problems),
+            whole_history=self.whole_history,
+        )
+
+    def _start(self, record: RunStarted) -> None:
+        if self.state is not None:
+            self._problem("the ledger holds a second RunStarted record")
+            return
+        identity = json.loads(record.identity or "{}")
+        threshold = identity.get("task", {}).get("success_threshold", 1.0)
+        self.started = record
+        self.state = RunState(
+            Window(record.max_staleness, record.groups_per_step), record.group_size, threshold
+        )
+        self.state.start()
+        self._seen(record.created_ms)
+
+    def _commit(self, step: Step) -> None:
+        if self.state is None:
+            raise ValueError("a step comes before the RunStarted record")
+        self.state.commit(step)
+        self._seen(step.created_ms)
+        if step.kind == "step":
+            self._steps.append(StepPoint(step.version_out, step.created_ms, dict(step.metrics)))
+
+    def _finish(self, record: Trajectory, partition: int, offset: int) -> None:
+        assert self.state is not None
+        before = self.state.counters.trajectories
+        self.state.finish(finished_facts(record, partition, offset))
+        self._seen(record.created_ms)
+        if self.state.counters.trajectories > before:
+            self._recent.append((record.created_ms, record.generated_tokens))
+            self._trim(record.created_ms)
+
+    def _seen(self, created_ms: int) -> None:
+        self._last_ms = max(self._last_ms or 0, created_ms)
+
+    def _trim(self, now_ms: int) -> None:
+        while self._recent and self._recent[0][0] < now_ms - 1000 * _RATE_SECONDS:
+            self._recent.popleft()
+
+    def _forget_policies(self) -> None:
+        if self.started is not None:
+            for version in [v for v in self.policies if v < max(self.policies) - self.started.ring]:
+                del self.policies[version]
+
+    def _problem(self, text: str) -> None:
+        if len(self._problems) < _PROBLEMS_KEPT:
+            self._problems.append(text)
+
+    def _target(self) -> int | None:
+        if self._steps_target is not None:
+            return self._steps_target
+        for status in self._statuses.values():
+            if status.role == "trainer" and "steps_target" in status.metrics:
+                return int(status.metrics["steps_target"])
+        return None
+
+    def _processes(self, time_ms: int) -> tuple[ProcessView, ...]:
+        order = {"trainer": 0, "coordinator": 1, "rollout": 2}
+        views = []
+        for status in self._statuses.values():
+            age = max(0.0, (time_ms - status.created_ms) / 1000)
+            views.append(
+                ProcessView(
+                    process=status.process,
+                    role=status.role,
+                    state=status.state,
+                    message=status.message,
+                    version=status.version,
+                    running=len(status.running),
+                    capacity=status.capacity,
+                    age_seconds=age,
+                    silent=age > self._heartbeat_timeout,
+                    host=status.host,
+                    pid=status.pid,
+                    metrics=dict(status.metrics),
+                )
+            )
+        return tuple(sorted(views, key=lambda view: (order.get(view.role, 3), view.process)))
+
+    def _backlog(self, processes: Iterable[ProcessView]) -> tuple[VersionBacklog, ...]:
+        if self.state is None:
+            return ()
+        hosts: dict[int, int] = {}
+        for process in processes:
+            if process.role == "rollout" and process.alive and process.version >= 0:
+                hosts[process.version] = hosts.get(process.version, 0) + 1
+        groups: dict[int, int] = {}
+        training: dict[int, int] = {}
+        evaluation: dict[int, int] = {}
+        for group, missing in self.state.unfinished():
+            if group.purpose == "eval":
+                evaluation[group.version] = evaluation.get(group.version, 0) + len(missing)
+            else:
+                groups[group.version] = groups.get(group.version, 0) + 1
+                training[group.version] = training.get(group.version, 0) + len(missing)
+        outstanding = self.state.outstanding
+        known = {*outstanding, *evaluation, *hosts, self.state.newest}
+        return tuple(
+            VersionBacklog(
+                version,
+                outstanding.get(version, 0),
+                groups.get(version, 0),
+                training.get(version, 0),
+                evaluation.get(version, 0),
+                hosts.get(version, 0),
+            )
+            for version in sorted(known)
+        )
+
+    def _generated_rate(self, time_ms: int) -> float:
+        self._trim(time_ms)
+        if not self._recent:
+            return 0.0
+        span = min(_RATE_SECONDS, (time_ms - self._recent[0][0]) / 1000)
+        return sum(tokens for _, tokens in self._recent) / max(span, 1.0)
+
+    def _trained_rate(self) -> float:
+        last = self._steps[-5:]
+        seconds = sum(point.metrics.get("step_seconds", 0.0) for point in last)
+        return sum(point.metrics.get("tokens", 0.0) for point in last) / seconds if seconds else 0.0
+
+
+class RunMonitor:
+    """Reads a run's topics into a `RunView`.
+
+    With `history` (records) set, trajectories that left the window are skipped in a log with more
+    records than that; totals and former evaluations then count from the window on. RunError if the
+    run has no topics.
+    """
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        run: str,
+        *,
+        steps_target: int | None = None,
+        heartbeat_timeout: float = 30.0,
+        history: int | None = None,
+    ) -> None:
+        self.view = RunView(run, steps_target=steps_target, heartbeat_timeout=heartbeat_timeout)
+        self._topics = RunTopics(run)
+        self._history = history
+        self._attached = False
+        partitions = {topic.name: topic.partitions for topic in TopicAdmin(settings).describe(run)}
+        control = (
+            self._topics.steps,
+            self._topics.policies,
+            self._topics.workers,
+            self._topics.dead_letters,
+        )
+        missing = [
+            name
+            for name in (*control, self._topics.dispatch, self._topics.trajectories)
+            if name not in partitions
+        ]
+        if missing:
+            raise RunError(
+                f"there is no run {run!r} on this cluster: topic {missing[0]} is missing",
+                hint="`dora topics describe` lists the runs.",
+            )
+        self._trajectory_partitions = partitions[self._topics.trajectories]
+        self._reader = LogReader(settings, client_id=f"{run}.monitor")
+        self._reader.assign({(topic, 0): BEGINNING for topic in control})
+
+    def poll(self, timeout: float = 0.0) -> int:
+        """Fold what has arrived, waiting up to `timeout` seconds for the first record; its count.
+
+        Call `catch_up` before the first `poll`.
+        """
+        messages = self._reader.poll(timeout=timeout)
+        for message in messages:
+            self.view.take(message)
+        if not self._attached and self.view.started is not None:
+            self._attach()
+        return len(messages)
+
+    def catch_up(self, deadline: float = 60.0) -> None:
+        """Fold everything that the log holds now; DeadlineError after `deadline` seconds."""
+        end = time.monotonic() + deadline
+        for message in self._reader.read_to_end(deadline):
+            self.view.take(message)
+        if not self._attached and self.view.started is not None:
+            self._attach()
+            for message in self._reader.read_to_end(max(1.0, end - time.monotonic())):
+                self.view.take(message)
+
+    def snapshot(self) -> Snapshot:
+        """The run as read so far, now."""
+        return self.view.snapshot(time.time_ns() // 1_000_000)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._reader.close()
+
+    def _attach(self) -> None:
+        """Start to read admissions and trajectories, once the run's shape is known."""
+        topic = self._topics.trajectories
+        positions = {(topic, each): BEGINNING for each in range(self._trajectory_partitions)}
+        if self._history is not None:
+            starts = self._reader.start_offsets(list(positions))
+            ends = self._reader.end_offsets(list(positions))
+            if sum(ends[key] - starts[key] for key in positions) > self._history:
+                positions = self._window_positions(ends)
+                self.view.whole_history = False
+        positions[(self._topics.dispatch, 0)] = BEGINNING
+        self._reader.assign(positions)
+        self._attached = True
+
+    def _window_positions(self, ends: dict[tuple[str, int], int]) -> dict[tuple[str, int], int]:
+        """Where the live versions start; the spare slot holds nothing that counts so far."""
+        view = self.view
+        assert view.started is not None and view.state is not None
+        topic, positions = self._topics.trajectories, dict(ends)
+        newest = view.state.newest
+        for version in range(view.state.window.oldest_live(newest), newest + 1):
+            announced = {
+                slot.partition: slot.offset
+                for slot in (view.policies[version].slots if version in view.policies else ())
+                if slot.topic.endswith("trajectories")
+            }
+            for each in slot_partitions(version, view.started.ring, view.started.lanes):
+                positions[(topic, each)] = announced.get(each, BEGINNING)
+        return positions

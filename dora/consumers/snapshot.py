@@ -1,0 +1,254 @@
+"""What a run looks like at one moment, and whether it goes on.
+
+Invariant: a snapshot is a plain value, computed from the log and a given time; it converts to JSON
+with `dataclasses.asdict`. A run that can no longer go on by itself is never called `running`.
+"""
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Health = Literal["not started", "starting", "running", "stalled", "complete", "stopped"]
+
+# A run is called stalled when a step takes this many times what steps took before, and at least
+# the seconds below; before the first step, model loading and compiling take their time.
+_PATIENCE = 5
+_QUIET_SECONDS = 60.0
+_FIRST_STEP_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class VersionBacklog:
+    """What is still to do for one version. Groups are training groups."""
+
+    version: int
+    groups_outstanding: int
+    groups_unfinished: int
+    trajectories_unfinished: int
+    evaluation_unfinished: int
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessView:
+    """A process by its last own account; `age_seconds` is how long ago that was."""
+
+    process: str
+    role: str
+    state: str
+    message: str
+    version: int
+    running: int
+    capacity: int
+    age_seconds: float
+    silent: bool
+    host: str
+    pid: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process said that it is over."""
+        return self.state in ("failed", "stopped")
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still reports."""
+        return not self.ended and not self.silent
+
+    @property
+    def place(self) -> str:
+        """Host and process id, for people."""
+        return f"host {self.host}, pid {self.pid}" if self.host else f"pid {self.pid}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepPoint:
+    """A committed step; `step` is the version that it made."""
+
+    step: int
+    created_ms: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPoint:
+    """Evaluation of one version on held-out prompts, so far."""
+
+    version: int
+    admitted: int
+    finished: int
+    successes: int
+    success_rate: float
+    reward_mean: float
+
+    @property
+    def complete(self) -> bool:
+        """Whether every trajectory that was started is finished."""
+        return self.finished == self.admitted
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A run at `time_ms`. Rates are tokens per second over the last minute of the log."""
+
+    run: str
+    time_ms: int
+    health: Health
+    reasons: tuple[str, ...]
+    started_ms: int | None
+    last_ms: int | None
+    steps_target: int | None
+    newest: int
+    max_staleness: int
+    groups_per_step: int
+    group_size: int
+    groups_outstanding: int
+    groups_capacity: int
+    versions: tuple[VersionBacklog, ...]
+    processes: tuple[ProcessView, ...]
+    steps: tuple[StepPoint, ...]
+    evaluations: tuple[EvaluationPoint, ...]
+    trajectories: int
+    tokens: int
+    tokens_generated_per_second: float
+    tokens_trained_per_second: float
+    groups_trained: int
+    groups_set_aside: int
+    duplicates: int
+    late: int
+    foreign: int
+    dead_letters: int
+    unreadable: int
+    problems: tuple[str, ...]
+    whole_history: bool
+
+    @property
+    def step(self) -> int:
+        """Committed steps."""
+        return max(self.newest, 0)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last step; empty before the first."""
+        return self.steps[-1].metrics if self.steps else {}
+
+    @property
+    def trainer_idle_share(self) -> float | None:
+        """Share of the trainer's time that it waited for batches, over all steps."""
+        idle = self._total("idle_seconds")
+        busy = self._total("train_seconds") + self._total("publish_seconds")
+        return idle / (idle + busy) if idle + busy > 0 else None
+
+    @property
+    def staleness_max(self) -> int:
+        """Largest staleness that was trained."""
+        return int(self._largest("staleness_max"))
+
+    @property
+    def live_versions_max(self) -> int:
+        """Most versions that were generating at once when a batch was picked."""
+        return int(self._largest("live_versions"))
+
+    @property
+    def logprob_mismatch_mean(self) -> float | None:
+        """Mean difference between engine and trainer log-probabilities in nats, over all tokens."""
+        pairs = [
+            (point.metrics["logprob_mismatch_mean"], point.metrics.get("tokens", 1.0))
+            for point in self.steps
+            if "logprob_mismatch_mean" in point.metrics
+        ]
+        weight = sum(tokens for _, tokens in pairs)
+        return sum(value * tokens for value, tokens in pairs) / weight if weight else None
+
+    def _total(self, name: str) -> float:
+        return sum(point.metrics.get(name, 0.0) for point in self.steps)
+
+    def _largest(self, name: str) -> float:
+        return max((point.metrics.get(name, 0.0) for point in self.steps), default=0.0)
+
+
+def assess(
+    *,
+    time_ms: int,
+    started_ms: int | None,
+    newest: int,
+    steps_target: int | None,
+    evaluating: bool,
+    step_times_ms: Sequence[int],
+    processes: Sequence[ProcessView],
+) -> tuple[Health, tuple[str, ...]]:
+    """Whether the run goes on, and why not.
+
+    `step_times_ms` are the commit times of the steps, `evaluating` says whether evaluation
+    trajectories are unfinished.
+    """
+    coordinating = any(process.role == "coordinator" and process.alive for process in processes)
+    if steps_target is not None and newest >= steps_target and not (evaluating or coordinating):
+        return "complete", ()
+    if not processes:
+        health: Health = "not started" if started_ms is None else "stalled"
+        return health, ("no process has reported",)
+    if all(process.state == "stopped" for process in processes):
+        return "stopped", ("all processes have stopped; `dora run` with the same file goes on",)
+    reasons = _missing(processes)
+    if not reasons:
+        reasons = _quiet(time_ms, started_ms, step_times_ms, processes)
+    if reasons:
+        return "stalled", tuple(reasons)
+    return ("starting" if started_ms is None else "running"), ()
+
+
+def _missing(processes: Sequence[ProcessView]) -> list[str]:
+    """Which of the processes without which nothing goes on is gone."""
+    reasons = []
+    coordinator_lives = any(p.alive for p in processes if p.role == "coordinator")
+    for role in ("trainer", "coordinator"):
+        mine = [process for process in processes if process.role == role]
+        if any(process.alive for process in mine):
+            continue
+        if not mine:
+            reasons.append(f"no {role} has reported")
+            continue
+        last = min(mine, key=lambda process: process.age_seconds)
+        # After the last step the trainer ends, and the coordinator has the last version evaluated.
+        if not (role == "trainer" and last.state == "stopped" and coordinator_lives):
+            reasons.append(_gone(last))
+    workers = [process for process in processes if process.role == "rollout"]
+    if not any(worker.alive for worker in workers):
+        reasons.append("no rollout worker is alive")
+        reasons += [_gone(worker) for worker in workers]
+    return reasons
+
+
+def _gone(process: ProcessView) -> str:
+    if process.state == "failed":
+        return f"{process.process} failed: {process.message or 'no message'} ({process.place})"
+    if process.state == "stopped":
+        return f"{process.process} has stopped" + (f": {process.message}" * bool(process.message))
+    return f"{process.process} silent for {process.age_seconds:.0f} s ({process.place})"
+
+
+def _quiet(
+    time_ms: int,
+    started_ms: int | None,
+    step_times_ms: Sequence[int],
+    processes: Sequence[ProcessView],
+) -> list[str]:
+    """Whether there was no step for much longer than steps take."""
+    if started_ms is None:
+        return []
+    recent = [started_ms, *step_times_ms][-6:]
+    gaps = [(after - before) / 1000 for before, after in itertools.pairwise(recent)]
+    usual = statistics.median(gaps) if gaps else 0.0
+    allowed = max(_QUIET_SECONDS, _PATIENCE * usual) if step_times_ms else _FIRST_STEP_SECONDS
+    quiet = (time_ms - recent[-1]) / 1000
+    if quiet <= allowed:
+        return []
+    reason = f"no step for {quiet:.0f} s"
+    if step_times_ms:
+        reason += f" (a step takes {usual:.0f} s otherwise)"
+    said = [p.message for p in processes if p.role == "trainer" and p.alive and p.message]
+    return [f"{reason}; the trainer says: {said[0]}" if said else reason]

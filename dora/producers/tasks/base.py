@@ -1,0 +1,144 @@
+"""What a task is: an endless stream of prompts that can be entered anywhere.
+
+Invariant: a prompt depends on the configuration, its ordinal and its purpose, and on nothing else:
+not on the process, the order of the calls, or a restart. Training and held-out prompts never share
+a text: which half a prompt belongs to is a hash of its text.
+"""
+
+import functools
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from dora.config import Config, TaskSection
+from dora.errors import TaskError
+from dora.producers.tasks.hooks import load_hook
+
+Purpose = Literal["train", "eval"]
+Messages = Sequence[Mapping[str, Any]]
+
+CACHED_PROMPTS = 1024
+
+
+class TextTokenizer(Protocol):
+    """What a task needs of a tokenizer; `dora.producers.tokenization.Tokenizer` has it."""
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of the text."""
+        ...
+
+    def chat(self, messages: Messages) -> str:
+        """The text of a conversation, ready for the model's answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: its text, its tokens, and the item that the verifier gets."""
+
+    ordinal: int
+    text: str
+    token_ids: tuple[int, ...]
+    item: dict[str, Any]
+
+
+def is_held_out(text: str, fraction: float) -> bool:
+    """Whether a prompt of this text is kept for evaluation; stable across machines and releases."""
+    return zlib.crc32(text.encode()) < fraction * 2**32
+
+
+class Task(ABC):
+    """An endless, seeded stream of prompts for each purpose."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._cached = functools.lru_cache(CACHED_PROMPTS)(self._prompt)
+
+    def prompt(self, ordinal: int, purpose: Purpose) -> Prompt:
+        """The prompt at `ordinal` (from 0). TaskError if there is none that fits."""
+        if ordinal < 0:
+            raise ValueError(f"ordinal is {ordinal}")
+        return self._cached(ordinal, purpose)
+
+    @abstractmethod
+    def _prompt(self, ordinal: int, purpose: Purpose) -> Prompt: ...
+
+
+class PromptEncoder:
+    """Turns an item's content into the text and the tokens that the model sees."""
+
+    def __init__(self, task: TaskSection, home: Path, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = task.chat_template
+        self._render: Callable[..., Any] | None = (
+            load_hook(task.render, home, "task.render") if task.render else None
+        )
+        self._render_name = task.render
+
+    def text(self, item: dict[str, Any], content: Any) -> str:
+        """The prompt's text; `content` is used where no render hook is configured.
+
+        Raises TaskError, without naming the item: the caller knows where it comes from.
+        """
+        if self._render is not None:
+            try:
+                content = self._render(item)
+            except Exception as exception:
+                raise TaskError(
+                    f"task.render = {self._render_name} failed: "
+                    f"{type(exception).__name__}: {exception}"
+                ) from exception
+            if not isinstance(content, str):
+                raise TaskError(
+                    f"task.render = {self._render_name} returned {type(content).__name__}, "
+                    "not a string"
+                )
+        if isinstance(content, str):
+            if not content.strip():
+                raise TaskError("the prompt is empty")
+            if self._chat_template:
+                return self._tokenizer.chat([{"role": "user", "content": content}])
+            return content
+        messages = _messages(content)
+        if not self._chat_template:
+            raise TaskError(
+                "the prompt is a list of chat messages",
+                hint="Set task.chat_template = true.",
+            )
+        return self._tokenizer.chat(messages)
+
+    def tokens(self, text: str) -> tuple[int, ...]:
+        """Token ids of a prompt's text; a chat template has put its special tokens in already."""
+        return self._tokenizer.encode(text, special_tokens=not self._chat_template)
+
+
+def _messages(content: Any) -> Messages:
+    if not isinstance(content, list):
+        raise TaskError(
+            f"the prompt is of type {type(content).__name__}, not a string or a list of messages"
+        )
+    if not content:
+        raise TaskError("the prompt is an empty list of messages")
+    for number, message in enumerate(content):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise TaskError(f'message {number} of the prompt has no "role" and "content"')
+    return content
+
+
+def create_task(config: Config, tokenizer: TextTokenizer) -> Task:
+    """The task that the configuration describes; TaskError says what is wrong with it."""
+    from dora.producers.tasks.jsonl import JsonlTask
+    from dora.producers.tasks.reasoning_gym import ReasoningGymTask
+
+    if config.evaluation.prompts and not config.task.held_out_fraction:
+        raise TaskError(
+            f"evaluation.prompts = {config.evaluation.prompts} needs held-out prompts, but "
+            "task.held_out_fraction is 0",
+            hint="Set task.held_out_fraction, for instance to 0.1.",
+        )
+    if config.task.kind == "jsonl":
+        return JsonlTask(config, tokenizer)
+    return ReasoningGymTask(config, tokenizer)

@@ -1,0 +1,112 @@
+"""The tokenizer of the policy.
+
+Invariant: a `Tokenizer` fits its model: every id that it can produce has a row in the model's
+embeddings, and there is at least one token that ends a response.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dora.config import Config, PolicySection
+from dora.errors import PolicyError
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer, reduced to what a run needs of it."""
+
+    def __init__(self, backend: Any, name: str) -> None:
+        self._backend = backend
+        self.name = name
+        ids = backend.get_vocab().values()
+        self.highest_id = max(ids, default=-1)
+        """Largest token id that the tokenizer can produce."""
+        self.eos_token_id: int | None = backend.eos_token_id
+        """Token that ends a text."""
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids; `special_tokens` adds those that the model expects around a text."""
+        return tuple(self._backend.encode(text, add_special_tokens=special_tokens))
+
+    def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """Text of the token ids, by default without end-of-sequence and the like."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=not special_tokens))
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The conversation in the model's own chat format, up to where its answer starts."""
+        if not getattr(self._backend, "chat_template", None):
+            raise PolicyError(
+                f"task.chat_template is on, but the tokenizer {self.name} has no chat template",
+                hint="Use an instruction-tuned model, or set task.chat_template = false.",
+            )
+        return str(
+            self._backend.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        )
+
+
+def load_tokenizer(policy: PolicySection) -> Tokenizer:
+    """The tokenizer of the policy, checked against the model's vocabulary.
+
+    Raises PolicyError when it cannot be loaded, or has ids that the model has no embedding for.
+    """
+    name = policy.tokenizer or policy.model
+    setting = "policy.tokenizer" if policy.tokenizer else "policy.model"
+    backend = _from_pretrained("AutoTokenizer", name, setting, policy.trust_remote_code)
+    model = _from_pretrained("AutoConfig", policy.model, "policy.model", policy.trust_remote_code)
+    tokenizer = Tokenizer(backend, name)
+    vocabulary = getattr(model.get_text_config(), "vocab_size", None)
+    if vocabulary is not None and tokenizer.highest_id >= vocabulary:
+        raise PolicyError(
+            f"the tokenizer {name} has token ids up to {tokenizer.highest_id}, but the model "
+            f"{policy.model} has a vocabulary of {vocabulary}",
+            hint="policy.tokenizer and policy.model do not belong together.",
+        )
+    return tokenizer
+
+
+def stop_token_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Tokens that end a response: those configured, or else the end-of-sequence token."""
+    configured = config.rollout.stop_token_ids
+    for token in configured:
+        if not 0 <= token <= tokenizer.highest_id:
+            raise PolicyError(
+                f"rollout.stop_token_ids: {token} is not a token of {tokenizer.name} "
+                f"(0 to {tokenizer.highest_id})"
+            )
+    if configured:
+        return configured
+    if tokenizer.eos_token_id is None:
+        raise PolicyError(
+            f"the tokenizer {tokenizer.name} has no end-of-sequence token",
+            hint="Set rollout.stop_token_ids.",
+        )
+    return (tokenizer.eos_token_id,)
+
+
+def _from_pretrained(kind: str, name: str, setting: str, trust_remote_code: bool) -> Any:
+    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file() and kind == "AutoConfig":
+            raise PolicyError(f"{setting} = {name}: the directory has no config.json")
+    elif looks_like_path:
+        raise PolicyError(
+            f"{setting} = {name}: no such directory",
+            hint=f"Relative paths start from the current directory, {os.getcwd()}.",
+        )
+    import transformers
+
+    try:
+        return getattr(transformers, kind).from_pretrained(
+            name, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, ImportError) as exception:
+        what = "tokenizer" if kind == "AutoTokenizer" else "model configuration"
+        first = str(exception).strip().splitlines()[0] if str(exception).strip() else ""
+        raise PolicyError(
+            f"{setting} = {name}: the {what} cannot be loaded: {type(exception).__name__}: {first}",
+            hint="Name a directory that holds it, or a Hugging Face model that this machine can "
+            "reach or has downloaded. With policy.prepare, the directory is made by the run.",
+        ) from exception

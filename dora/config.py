@@ -200,6 +200,8 @@ class RolloutSection(Section):
     """How often a worker reports that it lives."""
     heartbeat_timeout_seconds: Seconds = 30.0
     """A worker silent for longer is given up, and its trajectories start again elsewhere."""
+    load_timeout_seconds: Seconds = 900.0
+    """The same for a worker that starts its engine or loads weights."""
     max_attempts: Positive = 5
     """Attempts at one trajectory before its group is set aside."""
     canary_tolerance: Annotated[float, Field(gt=0)] = 0.02
@@ -365,6 +367,11 @@ class Config(Section):
     def run_directory(self) -> Path:
         """Directory of the run's files."""
         return self.run.directory / self.run.name
+
+    @property
+    def weights_url(self) -> str:
+        """URL of the weight store."""
+        return self.weights.store or f"file://{(self.run_directory / 'weights').absolute()}"
 
     @property
     def max_model_len(self) -> int:

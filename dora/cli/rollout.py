@@ -1,0 +1,36 @@
+"""`dora rollout`: one rollout worker."""
+
+import os
+import socket
+
+import click
+
+from dora.cli.coordinator import stop_on_signals
+from dora.cli.options import config_argument
+from dora.cli.process_log import log_to_stderr
+from dora.config import Config
+
+
+@click.command()
+@click.option(
+    "--worker-id",
+    default=None,
+    metavar="ID",
+    help="Name of this worker; unique in the run, and the same after a restart. "
+    "By default made of host name and process id.",
+)
+@config_argument
+def rollout(config: Config, worker_id: str | None) -> None:
+    """Run one rollout worker of the run that CONFIG describes.
+
+    It hosts one engine, generates what the coordinator sends, and ends when told to.
+    """
+    from dora.bus.settings import cluster_settings
+    from dora.bus.topics import TopicAdmin, topic_plan
+    from dora.producers.rollout import run_worker
+
+    log_to_stderr()
+    settings = cluster_settings(config.kafka)
+    TopicAdmin(settings).verify(topic_plan(config))
+    name = worker_id or f"{socket.gethostname()}-{os.getpid()}"
+    run_worker(config, settings, name, stop_on_signals())

@@ -1,0 +1,90 @@
+"""Putting a policy version into an engine.
+
+Invariant: a worker calls itself ready for a version only after the weights' files had the announced
+sizes and checksums, the engine applied them, and the engine's log-probabilities of the canary were
+within the tolerance of the trainer's. An update that fails the canary is tried once more with a
+fresh engine, since an engine may report success and hold wrong weights.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dora.errors import CanaryError
+from dora.producers.engines.base import Engine
+from dora.schemas.records import Policy, unpack_logprobs, unpack_tokens
+from dora.weights.canary import CanaryResult, check
+from dora.weights.store import WeightStore
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """How an update went: seconds and the canary's differences in nats."""
+
+    version: int
+    seconds: float
+    canary: CanaryResult
+    fresh_engine: bool
+
+
+class Installer:
+    """Fetches, verifies and applies versions to one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: WeightStore,
+        cache: Path,
+        *,
+        tolerance: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._cache = cache
+        self._tolerance = tolerance
+        self._clock = clock
+
+    def install(self, policy: Policy) -> Installed:
+        """Makes the engine host `policy`.
+
+        Raises WeightsError if the files are not what was announced, and CanaryError, with the
+        numbers, if even a fresh engine disagrees with the trainer.
+        """
+        started = self._clock()
+        directory = self._store.fetch(policy, self._cache)
+        fresh = self._engine.version is None
+        if fresh:
+            self._engine.restart(directory, policy.version)
+        else:
+            self._engine.load(directory, policy.version)
+        result = self._canary(policy)
+        if not result.passed and not fresh:
+            log.warning(
+                "version %d: canary differs by %.4f nats after the update (tolerance %.4f), "
+                "starting a fresh engine",
+                policy.version,
+                result.max_difference,
+                self._tolerance,
+            )
+            fresh = True
+            self._engine.restart(directory, policy.version)
+            result = self._canary(policy)
+        if not result.passed:
+            raise CanaryError(
+                f"version {policy.version}: the engine's canary log-probabilities differ from the "
+                f"trainer's by {result.max_difference:.4f} nats at most and "
+                f"{result.mean_difference:.4f} on average, with a fresh engine too "
+                f"(rollout.canary_tolerance = {self._tolerance})",
+                hint="if the engine computes in lower precision than the trainer, raise "
+                "rollout.canary_tolerance; otherwise the engine does not run this model correctly",
+            )
+        return Installed(policy.version, self._clock() - started, result, fresh)
+
+    def _canary(self, policy: Policy) -> CanaryResult:
+        tokens = unpack_tokens(policy.canary_token_ids).tolist()
+        expected = unpack_logprobs(policy.canary_logprobs).tolist()
+        return check(self._engine.score(tokens), expected, self._tolerance)

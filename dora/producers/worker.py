@@ -1,0 +1,401 @@
+"""The rollout worker: hosts one engine, carries out commands, writes what it generates.
+
+Invariants: one thread drives engine and bus (take commands, step the engine, emit, heartbeat);
+scoring runs beside it and never blocks generation. An attempt is started only under the version that
+the engine hosts, and the version changes only while nothing runs, so that each attempt is of one
+version (C1). A trajectory counts as in hand until its record is acknowledged by Kafka: what a worker
+no longer names in its status is safe in the log.
+"""
+
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+
+from dora.bus.reader import LogReader, Message, Unreadable
+from dora.bus.settings import ClusterSettings
+from dora.bus.topics import RunTopics
+from dora.bus.writer import LogWriter
+from dora.config import Config
+from dora.core.ring import partition, worker_partition
+from dora.core.roster import holding
+from dora.errors import DeadlineError, DoraError, TaskError
+from dora.producers.engines.base import Delta, Engine
+from dora.producers.generation import Attempt, attempt_seed
+from dora.producers.installation import Installer
+from dora.producers.emulated_scoring import EmulatedScorer
+from dora.producers.scoring import Scored, Scorer
+from dora.producers.tasks.base import Prompt, Task
+from dora.producers.tokenization import Tokenizer
+from dora.schemas.records import (
+    Command,
+    DeadLetter,
+    Policy,
+    ProcessState,
+    Sampling,
+    Status,
+)
+
+log = logging.getLogger(__name__)
+
+END = -1
+BEGINNING = -2
+POLICY_SECONDS = 60.0
+DRAIN_SECONDS = 5.0
+
+
+class Worker:
+    """One rollout worker; `run` returns when told to stop."""
+
+    def __init__(
+        self,
+        config: Config,
+        settings: ClusterSettings,
+        worker: str,
+        *,
+        engine: Engine,
+        installer: Installer,
+        task: Task,
+        tokenizer: Tokenizer,
+        scorer: Scorer | EmulatedScorer,
+        stop_token_ids: tuple[int, ...],
+        clock: Callable[[], float] = time.monotonic,
+        now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+    ) -> None:
+        self._config = config
+        self._name = worker
+        self._engine = engine
+        self._installer = installer
+        self._task = task
+        self._tokenizer = tokenizer
+        self._scorer = scorer
+        self._stop_token_ids = stop_token_ids
+        self._clock = clock
+        self._now_ms = now_ms
+        self._topics = RunTopics(config.run.name)
+        self._incarnation = uuid.uuid4().hex
+        self._reader = LogReader(settings, client_id=worker)
+        self._writer = LogWriter(settings, client_id=worker)
+        self._policies: dict[int, Policy] = {}
+        self._attempts: dict[str, Attempt] = {}
+        self._unconfirmed: list[str] = []
+        self._switch: tuple[int, float] | None = None
+        self._state: ProcessState = "starting"
+        self._message = ""
+        self._told_to_stop = False
+        self._command_offset = -1
+        self._beat_at = float("-inf")
+        self._rate_at = clock()
+        self._rate_tokens = 0.0
+        self._metrics: dict[str, float] = {"tokens_total": 0.0, "trajectories_total": 0.0}
+
+    def run(self, stop: threading.Event) -> None:
+        """Works until `stop` is set or the coordinator says stop.
+
+        Raises CanaryError or WeightsError when a version cannot be put into the engine, BusError
+        when Kafka refuses, and whatever the engine itself dies of; the last status says so.
+        """
+        partition_index = worker_partition(self._name, self._config.kafka.dispatch_partitions)
+        try:
+            self._reader.assign(
+                {
+                    (self._topics.dispatch, partition_index): END,
+                    (self._topics.policies, 0): BEGINNING,
+                }
+            )
+            self._say("ready", "waiting for a version")
+            while not (stop.is_set() or self._told_to_stop):
+                self._turn()
+            self._drain()
+            self._say("stopped", "stopped by the coordinator" if self._told_to_stop else "stopped")
+        except Exception as error:
+            what = error.message if isinstance(error, DoraError) else repr(error)
+            self._last_words(what)
+            raise
+        finally:
+            self._reader.close()
+            self._writer.close()
+
+    def _turn(self) -> None:
+        """Commands, one engine step, scores, heartbeat."""
+        if self._engine.running:
+            wait = 0.0
+        else:
+            wait = 0.01 if self._scorer.pending else 0.05
+        for message in self._reader.poll(timeout=wait):
+            self._apply(message)
+        if self._switch is not None:
+            self._try_switch(*self._switch)
+        now_ms = self._now_ms()
+        for delta in self._engine.step():
+            self._take(delta, now_ms)
+        for scored in self._scorer.poll():
+            self._finish(scored)
+        self._writer.poll()
+        if self._clock() - self._beat_at >= self._config.rollout.heartbeat_seconds:
+            self._beat()
+
+    def _apply(self, message: Message) -> None:
+        value = message.value
+        if isinstance(value, Policy):
+            self._policies[value.version] = value
+            for version in [v for v in self._policies if v < value.version - 128]:
+                del self._policies[version]
+        elif isinstance(value, Unreadable):
+            self._dead_letter(value.code, value.reason, message=message, payload=value.payload)
+        elif isinstance(value, Command) and value.worker == self._name:
+            self._command_offset = message.offset
+            if value.incarnation != self._incarnation:
+                return
+            match value.kind:
+                case "start":
+                    self._start(value)
+                case "yield":
+                    self._yield(value)
+                case "switch":
+                    self._switch = (value.policy_version, self._clock() + POLICY_SECONDS)
+                case "stop":
+                    log.info("told to stop: %s", value.reason)
+                    self._told_to_stop = True
+
+    def _start(self, command: Command) -> None:
+        if command.trajectory_id in self._attempts:
+            self._dead_letter(
+                "already_running",
+                f"attempt {command.attempt} of {command.trajectory_id} was sent while attempt "
+                f"{self._attempts[command.trajectory_id].command.attempt} is in hand",
+                trajectory_id=command.trajectory_id,
+            )
+            return
+        if command.policy_version != self._engine.version:
+            self._dead_letter(
+                "wrong_version",
+                f"{command.trajectory_id} is to be generated by version {command.policy_version}, "
+                f"but this worker hosts {self._engine.version}",
+                trajectory_id=command.trajectory_id,
+            )
+            return
+        rollout = self._config.rollout
+        seed = (
+            attempt_seed(self._config.run.seed, command.trajectory_id, command.attempt)
+            if rollout.seeded
+            else None
+        )
+        sampling = Sampling(
+            rollout.temperature,
+            rollout.top_p,
+            rollout.top_k,
+            rollout.max_new_tokens,
+            self._stop_token_ids,
+            seed,
+        )
+        try:
+            prompt = self._task.prompt(command.ordinal, command.purpose)
+        except TaskError as error:
+            prompt = Prompt(command.ordinal, "", (), {})
+            attempt = Attempt(command, prompt, sampling, self._name, self._now_ms())
+            self._attempts[command.trajectory_id] = attempt
+            self._fail(attempt, "prompt_failed", str(error))
+            return
+        attempt = Attempt(command, prompt, sampling, self._name, self._now_ms())
+        self._attempts[command.trajectory_id] = attempt
+        self._engine.add(attempt.request())
+
+    def _yield(self, command: Command) -> None:
+        attempt = self._attempts.get(command.trajectory_id)
+        if attempt is None or attempt.finish_reason is not None:
+            return
+        if attempt.command.attempt != command.attempt:
+            return
+        self._engine.abort(command.trajectory_id)
+        self._emit_chunk(attempt, last=True)
+        del self._attempts[command.trajectory_id]
+
+    def _try_switch(self, version: int, deadline: float) -> None:
+        policy = self._policies.get(version)
+        if policy is None:
+            if self._clock() > deadline:
+                raise DeadlineError(
+                    f"version {version} was to be loaded, but its record did not come in "
+                    f"{POLICY_SECONDS:.0f} s on {self._topics.policies}"
+                )
+            return
+        self._switch = None
+        for attempt in [a for a in self._attempts.values() if a.finish_reason is None]:
+            self._engine.abort(attempt.command.trajectory_id)
+            self._emit_chunk(attempt, last=True)
+            del self._attempts[attempt.command.trajectory_id]
+            log.warning(
+                "%s was still running when version %d was to be loaded; handed back",
+                attempt.command.trajectory_id,
+                version,
+            )
+        self._say("loading", f"loading version {version}")
+        installed = self._installer.install(policy)
+        self._metrics["load_seconds"] = installed.seconds
+        self._metrics["canary_difference_max"] = installed.canary.max_difference
+        self._metrics["canary_difference_mean"] = installed.canary.mean_difference
+        self._metrics["switches_total"] = self._metrics.get("switches_total", 0.0) + 1
+        self._metrics["engine_restarts_total"] = self._metrics.get(
+            "engine_restarts_total", 0.0
+        ) + float(installed.fresh_engine)
+        self._say("ready", f"hosts version {version}")
+
+    def _take(self, delta: Delta, now_ms: int) -> None:
+        attempt = self._attempts.get(delta.request_id)
+        if attempt is None:
+            return
+        attempt.take(delta, now_ms)
+        self._metrics["tokens_total"] += len(delta.token_ids)
+        self._emit_chunk(attempt)
+        if attempt.finish_reason == "error":
+            self._fail(attempt, "generation_failed", attempt.error or "the engine gave no reason")
+        elif attempt.finish_reason is not None:
+            text = self._tokenizer.decode(attempt.tokens)
+            self._scorer.submit(delta.request_id, text, attempt.prompt.item)
+
+    def _emit_chunk(self, attempt: Attempt, *, last: bool = False) -> None:
+        chunk = attempt.chunk(self._config.rollout.chunk_tokens, self._now_ms(), last=last)
+        if chunk is not None:
+            self._writer.send(
+                self._topics.chunks,
+                chunk,
+                key=chunk.trajectory_id,
+                partition=self._partition(attempt),
+            )
+
+    def _finish(self, scored: Scored) -> None:
+        attempt = self._attempts.get(scored.key)
+        if attempt is None:
+            return
+        if scored.reward is None:
+            code = scored.error_code or "verifier_failed"
+            self._dead_letter(
+                code,
+                scored.error or code,
+                trajectory_id=scored.key,
+                payload=self._tokenizer.decode(attempt.tokens).encode(),
+            )
+        error = None if scored.reward is not None else f"{scored.error_code}: {scored.error}"
+        self._emit_trajectory(attempt, scored.reward, scored.parts, error)
+
+    def _fail(self, attempt: Attempt, code: str, reason: str) -> None:
+        attempt.finish_reason = "error"
+        self._dead_letter(code, reason, trajectory_id=attempt.command.trajectory_id)
+        self._emit_trajectory(attempt, None, {}, f"{code}: {reason}")
+
+    def _emit_trajectory(
+        self, attempt: Attempt, reward: float | None, parts: dict[str, float], error: str | None
+    ) -> None:
+        trajectory = attempt.trajectory(
+            engine=self._engine.name,
+            reward=reward,
+            parts=parts,
+            error=error,
+            text=self._tokenizer.decode(attempt.tokens),
+            now_ms=self._now_ms(),
+        )
+        self._writer.send(
+            self._topics.trajectories,
+            trajectory,
+            key=trajectory.trajectory_id,
+            partition=self._partition(attempt),
+        )
+        self._metrics["trajectories_total"] += 1
+        self._unconfirmed.append(trajectory.trajectory_id)
+
+    def _partition(self, attempt: Attempt) -> int:
+        command = attempt.command
+        return partition(
+            command.policy_version,
+            command.group_id,
+            self._config.window.ring,
+            self._config.kafka.lanes,
+        )
+
+    def _dead_letter(
+        self,
+        code: str,
+        reason: str,
+        *,
+        message: Message | None = None,
+        trajectory_id: str = "",
+        payload: bytes = b"",
+    ) -> None:
+        log.warning("dead letter %s %s: %s", code, trajectory_id, reason)
+        self._writer.send(
+            self._topics.dead_letters,
+            DeadLetter(
+                run=self._config.run.name,
+                code=code,
+                reason=reason,
+                process=self._name,
+                created_ms=self._now_ms(),
+                topic=message.topic if message else "",
+                partition=message.partition if message else -1,
+                offset=message.offset if message else -1,
+                trajectory_id=trajectory_id,
+                payload=payload,
+            ),
+            key=trajectory_id or code,
+        )
+
+    def _say(self, state: ProcessState, message: str) -> None:
+        self._state, self._message = state, message
+        log.info("%s: %s", state, message)
+        self._beat()
+
+    def _last_words(self, what: str) -> None:
+        try:
+            self._say("failed", what)
+        except DoraError:
+            log.exception("could not tell the coordinator of the failure")
+
+    def _beat(self) -> None:
+        """Confirms what was written, then says what is still in hand."""
+        now = self._clock()
+        self._writer.flush(self._config.kafka.request_timeout_seconds)
+        for trajectory_id in self._unconfirmed:
+            self._attempts.pop(trajectory_id, None)
+        self._unconfirmed.clear()
+        if now - self._rate_at >= 1.0:
+            total = self._metrics["tokens_total"]
+            self._metrics["tokens_per_second"] = (total - self._rate_tokens) / (now - self._rate_at)
+            self._rate_at, self._rate_tokens = now, total
+        self._metrics["scoring"] = float(self._scorer.pending)
+        version = self._engine.version
+        self._writer.send(
+            self._topics.workers,
+            Status(
+                run=self._config.run.name, process=self._name, role="rollout",
+                incarnation=self._incarnation, state=self._state, created_ms=self._now_ms(),
+                message=self._message, version=-1 if version is None else version,
+                capacity=self._config.rollout.capacity,
+                running=tuple(
+                    holding(trajectory_id, attempt.command.attempt)
+                    for trajectory_id, attempt in self._attempts.items()
+                ),
+                command_offset=self._command_offset, metrics=dict(self._metrics),
+                host=socket.gethostname(), pid=os.getpid(),
+            ),
+            key=self._name,
+        )  # fmt: skip
+        if self._state in ("loading", "stopped", "failed"):
+            # nothing else is sent for a while, or ever
+            self._writer.flush(self._config.kafka.request_timeout_seconds)
+        self._beat_at = now
+
+    def _drain(self) -> None:
+        """Gives running verifiers a moment, and hands the rest back."""
+        deadline = self._clock() + DRAIN_SECONDS
+        while self._scorer.pending and not self._told_to_stop and self._clock() < deadline:
+            for scored in self._scorer.poll():
+                self._finish(scored)
+            time.sleep(0.01)
+        for attempt in self._attempts.values():
+            if attempt.finish_reason is None:
+                self._engine.abort(attempt.command.trajectory_id)
+                self._emit_chunk(attempt, last=True)

@@ -1,0 +1,121 @@
+"""The roster: who holds which trajectory, and when a holder is gone."""
+
+from dataclasses import replace
+
+from dora.core.roster import Roster, holding
+from dora.schemas.records import Command, Status
+
+READY = Status(
+    run="r", process="w0", role="rollout", incarnation="one", state="ready", created_ms=0,
+    version=3, capacity=4,
+)  # fmt: skip
+START = Command(
+    run="r", worker="w0", incarnation="one", kind="start", created_ms=0,
+    trajectory_id="g1/0", group_id="g1", policy_version=3,
+)  # fmt: skip
+
+
+def make() -> Roster:
+    roster = Roster(heartbeat_timeout=10.0, load_timeout=100.0)
+    roster.hear(READY, 0.0)
+    roster.sent(START, 0.0)
+    return roster
+
+
+def test_a_silent_worker_loses_what_it_holds_once() -> None:
+    roster = make()
+    assert roster.lost(10.0) == []
+    assert roster.lost(10.1) == ["g1/0"]
+    assert roster.lost(20.0) == []
+    assert roster.next_attempt("g1/0") == 1
+    assert roster.views() == []
+
+
+def test_a_worker_that_speaks_again_is_used_again() -> None:
+    roster = make()
+    roster.lost(11.0)
+    roster.hear(READY, 12.0)
+    assert [view.name for view in roster.views()] == ["w0"]
+
+
+def test_a_worker_that_loads_weights_may_be_silent_for_longer() -> None:
+    roster = make()
+    roster.hear(replace(READY, state="loading"), 0.0)
+    assert roster.lost(99.0) == []
+    assert roster.lost(101.0) == ["g1/0"]
+
+
+def test_a_new_incarnation_loses_what_the_old_one_held() -> None:
+    roster = make()
+    roster.hear(replace(READY, incarnation="two"), 1.0)
+    assert roster.lost(1.0) == ["g1/0"]
+
+
+def test_a_zombie_incarnation_is_recognised_and_changes_nothing() -> None:
+    roster = make()
+    assert roster.hear(replace(READY, incarnation="two"), 1.0)
+    assert not roster.hear(READY, 2.0)
+    member = roster.member("w0")
+    assert member is not None and member.status.incarnation == "two"
+
+
+def test_a_failed_or_stopped_worker_loses_what_it_holds_at_once() -> None:
+    for state in ("failed", "stopped"):
+        roster = make()
+        roster.hear(replace(READY, state=state), 1.0)  # type: ignore[arg-type]
+        assert roster.lost(1.0) == ["g1/0"]
+        assert roster.views() == []
+
+
+def test_a_living_worker_that_does_not_know_of_a_trajectory_loses_it_after_the_timeout() -> None:
+    roster = make()
+    roster.hear(READY, 9.0)
+    assert roster.lost(9.0) == []
+    roster.hear(READY, 11.0)
+    assert roster.lost(11.0) == ["g1/0"]
+
+
+def test_a_trajectory_that_the_worker_names_stays_with_it() -> None:
+    roster = make()
+    for now in range(1, 40):
+        roster.hear(replace(READY, running=(holding("g1/0", 0),)), float(now))
+        assert roster.lost(float(now)) == []
+
+
+def test_a_finished_trajectory_frees_its_place() -> None:
+    roster = make()
+    assert [view.load for view in roster.views()] == [1]
+    roster.finished("g1/0")
+    assert [view.load for view in roster.views()] == [0]
+    assert roster.lost(99.0) == []
+
+
+def test_a_command_to_a_dead_incarnation_leaves_the_trajectory_without_holder() -> None:
+    roster = make()
+    roster.sent(replace(START, trajectory_id="g2/0", incarnation="old"), 0.0)
+    assert roster.held("g2/0") is None
+    assert roster.next_attempt("g2/0") == 1
+
+
+def test_a_switch_is_over_when_the_worker_hosts_the_version() -> None:
+    roster = make()
+    roster.sent(Command("r", "w0", "one", "switch", 0, policy_version=4), 0.0)
+    assert [view.switching_to for view in roster.views()] == [4]
+    roster.hear(READY, 1.0)
+    assert [view.switching_to for view in roster.views()] == [4]
+    roster.hear(replace(READY, version=4), 2.0)
+    assert [view.switching_to for view in roster.views()] == [None]
+
+
+def test_a_worker_known_only_from_the_past_gets_no_work_before_it_speaks() -> None:
+    roster = Roster(heartbeat_timeout=10.0, load_timeout=100.0)
+    roster.hear(READY, 0.0, live=False)
+    assert roster.views() == []
+    roster.hear(READY, 1.0)
+    assert len(roster.views()) == 1
+
+
+def test_the_clock_of_a_record_does_not_matter() -> None:
+    roster = make()
+    roster.hear(replace(READY, created_ms=-10_000_000), 9.0)
+    assert roster.lost(9.5) == []

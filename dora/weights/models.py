@@ -1,0 +1,100 @@
+"""The directory of the starting model.
+
+Invariant: what `model_directory` returns holds a readable `config.json` and safetensors files.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from dora.errors import PolicyError
+
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files that belong to a model besides its weights."""
+
+
+def model_directory(model: str) -> Path:
+    """The directory of `policy.model`: itself, or the local copy of a Hugging Face model.
+
+    Raises PolicyError, saying what to do, when it is missing or cannot be used.
+    """
+    directory = Path(model)
+    if not directory.exists() and not directory.is_absolute() and model.count("/") <= 1:
+        directory = _download(model)
+    if not directory.is_dir():
+        raise PolicyError(
+            f"policy.model: there is no directory {directory}",
+            hint="Give a directory with config.json and *.safetensors, a Hugging Face model name, "
+            "or a policy.prepare function that makes the directory (`dora run` calls it).",
+        )
+    check_model_directory(directory)
+    return directory
+
+
+def check_model_directory(directory: Path) -> None:
+    """Raise PolicyError unless `directory` has a readable config.json and safetensors files."""
+    path = directory / "config.json"
+    try:
+        settings = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise PolicyError(f"policy.model: {directory} has no config.json") from None
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"policy.model: {path} cannot be read: {error}") from error
+    if not isinstance(settings, dict):
+        raise PolicyError(f"policy.model: {path} holds no JSON object")
+    if not any(directory.glob("*.safetensors")):
+        pickled = any(directory.glob("*.bin"))
+        raise PolicyError(
+            f"policy.model: {directory} has no *.safetensors files",
+            hint="Pickled weights (*.bin) are not read; convert them with "
+            "`AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)`."
+            if pickled
+            else None,
+        )
+
+
+def companion_files(directory: Path, *, code: bool = False) -> Iterator[Path]:
+    """Files that a published version takes over from the starting model; with `code` also the
+    model's own Python files (policy.trust_remote_code)."""
+    for name in COMPANIONS:
+        if (directory / name).is_file():
+            yield directory / name
+    if code:
+        yield from sorted(directory.glob("*.py"))
+
+
+def copy_companions(source: Path, target: Path, *, code: bool = False) -> None:
+    """Copy the companion files of a model."""
+    for path in companion_files(source, code=code):
+        shutil.copyfile(path, target / path.name)
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(model, allow_patterns=[*COMPANIONS, "*.safetensors*", "*.py"])
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        summary = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise PolicyError(
+            f"policy.model: {model!r} is no directory, and cannot be had from Hugging Face: "
+            f"{summary}",
+            hint="Check the path; without a network, download the model first and give its "
+            "directory.",
+        ) from error

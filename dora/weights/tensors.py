@@ -1,0 +1,55 @@
+"""Tensors of a policy as files, and their checksum.
+
+Invariant: equal tensors give equal checksums wherever and in whatever files they are stored, and
+the files of a version are safetensors: reading them runs no code.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import load_file, save_file
+
+MAX_SHARD = "2GB"
+
+
+def weights_checksum(state: Mapping[str, torch.Tensor]) -> str:
+    """sha256 over all tensors in order of their names: name, dtype, shape, bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        digest.update(f"{name}\0{dtype}\0{list(tensor.shape)}\0".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def write_tensors(directory: Path, state: Mapping[str, torch.Tensor]) -> None:
+    """Write `state` as `model.safetensors`, or as shards of 2 GB with an index.
+
+    The layout is that of `save_pretrained`, so anything that loads a Hugging Face model loads it.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    split = split_torch_state_dict_into_shards(
+        tensors,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=MAX_SHARD,
+    )
+    for filename, names in split.filename_to_tensors.items():
+        save_file(
+            {name: tensors[name] for name in names}, directory / filename, metadata={"format": "pt"}
+        )
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the `*.safetensors` files in `directory`, on the CPU."""
+    state: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        state.update(load_file(path))
+    return state

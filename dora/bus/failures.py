@@ -1,0 +1,196 @@
+"""librdkafka's errors in dora's words.
+
+Invariant: every failure that leaves the bus names the cluster's address, what was being done and
+what to do about it. Errors that librdkafka gets over by itself (a broker that is away for a while)
+are remembered for the message of whatever deadline may pass, and are not raised.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from confluent_kafka import KafkaError, KafkaException
+
+from dora.bus.settings import ClusterSettings
+from dora.errors import BusError, ConfigError, DoraError, FencedError, TopicError
+
+Client = TypeVar("Client")
+
+_FENCED = {
+    KafkaError._FENCED,
+    KafkaError.PRODUCER_FENCED,
+    KafkaError.INVALID_PRODUCER_EPOCH,
+}
+_REFUSED = {KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED}
+_FORBIDDEN = {
+    KafkaError.TOPIC_AUTHORIZATION_FAILED,
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+}
+_UNKNOWN_TOPIC = {
+    KafkaError.UNKNOWN_TOPIC_OR_PART,
+    KafkaError.UNKNOWN_TOPIC_ID,
+    KafkaError._UNKNOWN_TOPIC,
+    KafkaError._UNKNOWN_PARTITION,
+}
+_UNREACHABLE = {
+    KafkaError._ALL_BROKERS_DOWN,
+    KafkaError._TRANSPORT,
+    KafkaError._RESOLVE,
+    KafkaError._TIMED_OUT,
+    KafkaError._TIMED_OUT_QUEUE,
+    KafkaError._MSG_TIMED_OUT,
+    KafkaError.REQUEST_TIMED_OUT,
+    KafkaError.NETWORK_EXCEPTION,
+}
+
+
+def is_unknown_topic(error: KafkaError) -> bool:
+    """Whether the cluster says that it has no such topic or partition."""
+    return error.code() in _UNKNOWN_TOPIC
+
+
+def is_transient(error: KafkaError) -> bool:
+    """Whether librdkafka goes on trying by itself after this error."""
+    if error.fatal() or is_hopeless(error):
+        return False
+    return error.code() in _UNREACHABLE or error.retriable()
+
+
+def is_hopeless(error: KafkaError) -> bool:
+    """Whether no amount of waiting helps: wrong credentials, certificates or rights."""
+    return error.code() in _REFUSED or error.code() == KafkaError._SSL or error.code() in _FORBIDDEN
+
+
+class Failures:
+    """What a client reported on its own (its `error_cb`), called from the client's poll."""
+
+    def __init__(self) -> None:
+        self.last: KafkaError | None = None
+        self.last_connection: KafkaError | None = None
+        self.hopeless: KafkaError | None = None
+        self.fatal: KafkaError | None = None
+        self.down_since: float | None = None
+
+    def __call__(self, error: KafkaError) -> None:
+        """Remember an error."""
+        self.last = error
+        if error.fatal():
+            self.fatal = error
+        if is_hopeless(error):
+            self.hopeless = error
+        if error.code() == KafkaError._ALL_BROKERS_DOWN:
+            if self.down_since is None:
+                self.down_since = time.monotonic()
+        else:
+            self.last_connection = error
+
+    def answered(self) -> None:
+        """The cluster answered: what was wrong before is over."""
+        self.down_since = None
+        self.hopeless = None
+
+    def reason(self) -> str:
+        """The last thing that went wrong, in librdkafka's words; empty if nothing did."""
+        error = self.fatal or self.hopeless or self.last_connection or self.last
+        return error.str() if error is not None else ""
+
+
+def explain(
+    error: KafkaError,
+    settings: ClusterSettings,
+    doing: str,
+    seen: Failures | None = None,
+) -> BusError:
+    """The error to raise for `error`, which happened while `doing` (a gerund with its object)."""
+    if seen is not None and seen.fatal is not None and error.code() not in _FENCED:
+        error = seen.fatal
+    elif seen is not None and seen.hopeless is not None and error.code() in _UNREACHABLE:
+        error = seen.hopeless
+    address = settings.bootstrap_servers
+    code, text = error.code(), error.str()
+    if code in _FENCED:
+        return FencedError(
+            f"another process took over while {doing}",
+            hint="this process must stop: the newest holder of the role has it (or this one was "
+            "silent for longer than kafka.transaction_timeout_seconds)",
+        )
+    if code in _REFUSED:
+        return BusError(
+            f"Kafka at {address} refused the credentials: {text}",
+            hint="check security.protocol, sasl.mechanism, sasl.username and sasl.password",
+        )
+    if code == KafkaError._SSL:
+        return BusError(
+            f"no TLS connection to Kafka at {address}: {text}",
+            hint="check security.protocol, ssl.ca.location and whether this is the TLS port",
+        )
+    if code in _FORBIDDEN:
+        return BusError(
+            f"Kafka at {address} does not allow {doing}: {text}",
+            hint="give this user the right, or use another one (-X sasl.username=...)",
+        )
+    if code in _UNKNOWN_TOPIC:
+        return TopicError(
+            f"{doing} failed: Kafka at {address} has no such topic or partition ({text})",
+            hint="check the run's name with: dora topics describe RUN",
+        )
+    if code in _UNREACHABLE:
+        reason = seen.reason() if seen is not None else ""
+        detail = f" ({reason})" if reason and reason != text else ""
+        return BusError(
+            f"Kafka at {address} did not answer while {doing}: {text}{detail}",
+            hint="check that the broker runs and is reachable from here, and security.protocol",
+        )
+    return BusError(f"{doing} failed at Kafka {address}: {text} ({error.name()})")
+
+
+def kafka_error(exception: KafkaException) -> KafkaError:
+    """The KafkaError inside an exception."""
+    error: KafkaError = exception.args[0]
+    return error
+
+
+def make_client(make: Callable[[dict[str, Any]], Client], properties: dict[str, Any]) -> Client:
+    """A client; ConfigError naming the property that librdkafka does not know or accept."""
+    try:
+        return make(properties)
+    except KafkaException as exception:
+        raise ConfigError(
+            f"a Kafka property is not accepted: {kafka_error(exception).str()}",
+            hint="names and values of properties: librdkafka's CONFIGURATION.md",
+        ) from exception
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"a Kafka property is not accepted: {error}") from error
+
+
+def await_answer(
+    probe: Callable[[float], object],
+    serve: Callable[[], object],
+    failures: Failures,
+    settings: ClusterSettings,
+    doing: str,
+) -> None:
+    """Call `probe(timeout)` until the cluster answers; BusError after `connect_timeout` seconds.
+
+    Wrong credentials or certificates end it at once. `serve` runs the client's callbacks.
+    """
+    deadline = time.monotonic() + settings.connect_timeout
+    error: DoraError
+    while True:
+        remaining = deadline - time.monotonic()
+        try:
+            probe(max(0.01, min(0.5, remaining)))
+            failures.answered()
+            return
+        except KafkaException as exception:
+            serve()
+            cause = kafka_error(exception)
+            if failures.hopeless is not None or not is_transient(cause):
+                error = explain(cause, settings, doing, failures)
+                raise error from exception
+            if time.monotonic() >= deadline:
+                error = explain(
+                    cause, settings, f"{doing} for {settings.connect_timeout:g} s", failures
+                )
+                raise error from exception

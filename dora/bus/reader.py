@@ -1,0 +1,385 @@
+"""Reading a run's topics by offset.
+
+Invariant: what a `LogReader` returns from a partition is the partition's records in order, from the
+assigned offset on, each once, without a gap: an offset that is gone is an error, a value that
+cannot be decoded is returned as `Unreadable`. There is no consumer group and no rebalancing;
+whoever needs a place to go on from takes it from `positions()` or from the log itself.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+from types import TracebackType
+from typing import Any, Self
+
+from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException
+from confluent_kafka import TopicPartition as KafkaPartition
+
+from dora.bus.failures import (
+    Failures,
+    await_answer,
+    explain,
+    is_transient,
+    is_unknown_topic,
+    kafka_error,
+    make_client,
+)
+from dora.bus.settings import ClusterSettings, Isolation, consumer_properties
+from dora.errors import BusError, DeadlineError, TopicError
+from dora.schemas.codec import UndecodableCode, UndecodableRecord, decode
+from dora.schemas.records import Record
+
+BEGINNING = -2
+"""Offset that stands for the first one that is still there."""
+END = -1
+"""Offset that stands for the end at the time of the call."""
+
+Partition = tuple[str, int]
+"""Topic and partition number."""
+
+_TOPIC_GRACE_SECONDS = 10.0
+_IDLE_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A value that is no record: why (see `UndecodableRecord`), and its bytes."""
+
+    code: UndecodableCode
+    reason: str
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A record where it lies in the log. `timestamp_ms` is the writer's clock."""
+
+    topic: str
+    partition: int
+    offset: int
+    key: str | None
+    timestamp_ms: int
+    headers: dict[str, bytes]
+    value: Record | Unreadable
+
+
+class LogReader:
+    """Reads assigned partitions from given offsets; see the module's invariant.
+
+    A broker that is away for a while is ridden out: `poll` returns nothing meanwhile. BusError when
+    it stays away for `request_timeout`, when an assigned offset was deleted, or when the cluster
+    refuses; TopicError when the topic does not exist. Not for use from several threads.
+    """
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        *,
+        isolation: Isolation = "read_committed",
+        client_id: str,
+    ) -> None:
+        self._settings = settings
+        self._failures = Failures()
+        properties = consumer_properties(settings, client_id, isolation)
+        self._consumer: Consumer = make_client(Consumer, {**properties, "error_cb": self._failures})
+        self._positions: dict[Partition, int] = {}
+        self._fetched: deque[Any] = deque()
+        self._missing_since: dict[Partition, float] = {}
+        self._answered = False
+
+    def assign(self, positions: Mapping[Partition, int]) -> None:
+        """Read these partitions from these offsets; ones already assigned move there.
+
+        `BEGINNING` and `END` are turned into offsets now: what is written after this call returns
+        is read. BusError if the cluster does not answer within `connect_timeout`; TopicError if it
+        has no such topic.
+        """
+        concrete = dict(positions)
+        for symbol, find in ((BEGINNING, self.start_offsets), (END, self.end_offsets)):
+            symbolic = [partition for partition, at in positions.items() if at == symbol]
+            if symbolic:
+                concrete.update(find(symbolic))
+        wrong = [(partition, at) for partition, at in concrete.items() if at < 0]
+        if wrong:
+            raise ValueError(f"no offset: {wrong[0][1]} for {wrong[0][0]}")
+        moved = [partition for partition in concrete if partition in self._positions]
+        if moved:
+            self._consumer.incremental_unassign([KafkaPartition(*p) for p in moved])
+            self._fetched = deque(
+                m for m in self._fetched if (m.topic(), m.partition()) not in moved
+            )
+        self._consumer.incremental_assign(
+            [KafkaPartition(topic, number, at) for (topic, number), at in concrete.items()]
+        )
+        self._positions.update(concrete)
+
+    def poll(self, max_messages: int = 500, timeout: float = 0.0) -> list[Message]:
+        """At most `max_messages`; returns as soon as something is there, or after `timeout`
+        seconds with nothing."""
+        deadline = time.monotonic() + timeout
+        messages: list[Message] = []
+        while True:
+            if not self._fetched:
+                self._fetch(max_messages, max(0.0, deadline - time.monotonic()))
+            while self._fetched and len(messages) < max_messages:
+                message = self._take(self._fetched.popleft())
+                if message is not None:
+                    messages.append(message)
+            if messages:
+                return messages
+            self._check_answering()
+            if time.monotonic() >= deadline:
+                return messages
+
+    def read_to_end(self, deadline: float) -> Iterator[Message]:
+        """Everything that lies between the positions and the ends as of this call.
+
+        The end of a partition is its last stable offset for a `read_committed` reader, its high
+        watermark otherwise. The offset before it may well be a transaction marker, an aborted
+        record or one that compaction removed, so that no message ever arrives there. A partition
+        therefore counts as read once one of these has passed its end: the last message,
+        librdkafka's own position (it moves over markers as the application polls; it is looked at
+        only while nothing fetched waits to be returned, since it counts that as read), or an
+        end-of-partition event. Messages beyond the end are kept for the next `poll`.
+
+        DeadlineError after `deadline` seconds, naming the partition that is farthest behind.
+        """
+        until = time.monotonic() + deadline
+        ends = self.end_offsets(self._positions)
+        waiting = {p: end for p, end in ends.items() if self._positions[p] < end}
+        paused: list[KafkaPartition] = []
+        kept: list[Any] = []
+        try:
+            while waiting:
+                if not self._fetched:
+                    self._fetch(1000, _IDLE_SECONDS)
+                while self._fetched:
+                    raw = self._fetched[0]
+                    partition = (raw.topic(), raw.partition())
+                    if raw.error() is None and raw.offset() >= ends.get(partition, 0):
+                        kept.append(self._fetched.popleft())
+                        if waiting.pop(partition, None) is not None:
+                            self._pause(partition, paused)
+                        continue
+                    message = self._take(self._fetched.popleft())
+                    if self._positions.get(partition, -1) >= waiting.get(partition, inf):
+                        del waiting[partition]
+                        self._pause(partition, paused)
+                    if message is not None:
+                        yield message
+                self._catch_up_positions(waiting)
+                for partition in [p for p, end in waiting.items() if self._positions[p] >= end]:
+                    del waiting[partition]
+                    self._pause(partition, paused)
+                if waiting and time.monotonic() >= until:
+                    raise self._late(waiting, deadline)
+        finally:
+            self._fetched.extendleft(reversed(kept))
+            if paused:
+                self._consumer.resume(paused)
+
+    def end_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
+        """Offset after the last readable record: the last stable one for `read_committed`."""
+        return self._query(partitions, OFFSET_END)
+
+    def start_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
+        """First offset that is still there."""
+        return self._query(partitions, OFFSET_BEGINNING)
+
+    def positions(self) -> dict[Partition, int]:
+        """Offset that each assigned partition is read from next (markers passed included)."""
+        if not self._fetched:
+            self._catch_up_positions(self._positions)
+        return dict(self._positions)
+
+    def close(self) -> None:
+        """Let go of the cluster's connections."""
+        self._consumer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _fetch(self, count: int, timeout: float) -> None:
+        """Move what has arrived into `_fetched`, waiting for the first only.
+
+        `consume(n, timeout)` would wait the whole time if fewer than n are there.
+        """
+        batch = self._consumer.consume(count, 0)
+        if not batch and timeout > 0:
+            first = self._consumer.poll(timeout)
+            if first is not None:
+                batch = [first, *self._consumer.consume(count - 1, 0)] if count > 1 else [first]
+        self._fetched.extend(batch)
+
+    def _take(self, raw: Any) -> Message | None:
+        """The message, its position noted; None for an event."""
+        error = raw.error()
+        topic, partition, offset = raw.topic(), raw.partition(), raw.offset()
+        if error is not None:
+            self._handle(error, (topic, partition), offset)
+            return None
+        self._failures.down_since = None
+        self._positions[topic, partition] = offset + 1
+        data = raw.value() or b""
+        value: Record | Unreadable
+        try:
+            value = decode(data)
+        except UndecodableRecord as reason:
+            value = Unreadable(reason.code, reason.reason, data)
+        key = raw.key()
+        return Message(
+            topic=topic,
+            partition=partition,
+            offset=offset,
+            key=None if key is None else key.decode("utf-8", "replace"),
+            timestamp_ms=raw.timestamp()[1],
+            headers={name: content or b"" for name, content in raw.headers() or ()},
+            value=value,
+        )
+
+    def _handle(self, error: KafkaError, partition: Partition, offset: int) -> None:
+        where = f"{partition[0]}[{partition[1]}]"
+        if error.code() == KafkaError._PARTITION_EOF:
+            self._failures.down_since = None
+            if partition in self._positions:
+                self._positions[partition] = max(self._positions[partition], offset)
+            return
+        if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
+            wanted = self._positions.get(partition, offset)
+            first = self.start_offsets([partition])[partition]
+            end = self.end_offsets([partition])[partition]
+            raise BusError(
+                f"offset {wanted} of {where} is not there: the log holds {first} to {end - 1}",
+                hint="retention deleted it, or the topic was made anew: a run that needs it cannot "
+                "go on. Set kafka.retention_hours high enough, or leave it out to keep everything",
+            )
+        if is_unknown_topic(error):
+            self._check_topic(partition, error)
+            return
+        # Group rights are asked for by librdkafka although no group is used here.
+        if is_transient(error) or error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
+            self._failures(error)
+            return
+        raise explain(error, self._settings, f"reading {where} at {offset}", self._failures)
+
+    def _check_topic(self, partition: Partition, error: KafkaError) -> None:
+        """A broker that has just started may not know a topic yet: ask again for a while."""
+        since = self._missing_since.setdefault(partition, time.monotonic())
+        name, number = partition
+        try:
+            topic = self._consumer.list_topics(name, timeout=2.0).topics[name]
+        except KafkaException:
+            return
+        if topic.error is None and number in topic.partitions:
+            del self._missing_since[partition]
+        elif time.monotonic() - since > _TOPIC_GRACE_SECONDS:
+            raise explain(error, self._settings, f"reading {name}[{number}]")
+
+    def _check_answering(self) -> None:
+        if self._failures.hopeless is not None:
+            raise explain(self._failures.hopeless, self._settings, "reading", self._failures)
+        for partition in list(self._missing_since):
+            self._check_topic(partition, KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART))
+        down = self._failures.down_since
+        if down is None or time.monotonic() - down < self._settings.request_timeout:
+            return
+        try:
+            self._consumer.list_topics(timeout=2.0)
+        except KafkaException as exception:
+            raise explain(
+                kafka_error(exception),
+                self._settings,
+                f"reading for {time.monotonic() - down:.0f} s",
+                self._failures,
+            ) from exception
+        self._failures.answered()
+
+    def _catch_up_positions(self, partitions: Iterable[Partition]) -> None:
+        asked = [KafkaPartition(topic, number) for topic, number in partitions]
+        for place in self._consumer.position(asked) if asked else ():
+            partition = (place.topic, place.partition)
+            if place.offset > self._positions[partition]:
+                self._positions[partition] = place.offset
+
+    def _pause(self, partition: Partition, paused: list[KafkaPartition]) -> None:
+        # What is written meanwhile need not be held in memory until the others have caught up.
+        handle = KafkaPartition(*partition)
+        self._consumer.pause([handle])
+        paused.append(handle)
+
+    def _late(self, waiting: Mapping[Partition, int], seconds: float) -> DeadlineError:
+        partition = max(waiting, key=lambda p: waiting[p] - self._positions[p])
+        reason = self._failures.reason()
+        return DeadlineError(
+            f"reading {partition[0]}[{partition[1]}] from Kafka at "
+            f"{self._settings.bootstrap_servers} reached offset {self._positions[partition]} of "
+            f"{waiting[partition]} in {seconds:g} s" + (f" ({reason})" if reason else ""),
+            hint="the broker is slow or away; try again, or allow more time",
+        )
+
+    def _query(self, partitions: Iterable[Partition], symbol: int) -> dict[Partition, int]:
+        """Offsets from the partitions' leaders, asked for in one go.
+
+        A timestamp of -1 or -2 asks for the end or the beginning (ListOffsets, KIP-79), under the
+        reader's isolation level.
+        """
+        asked = [KafkaPartition(topic, number, symbol) for topic, number in partitions]
+        if not asked:
+            return {}
+        self._await_first_answer()
+        deadline = time.monotonic() + self._settings.request_timeout
+        doing = f"asking for offsets of {asked[0].topic}"
+        while True:
+            try:
+                found = self._consumer.offsets_for_times(
+                    asked, timeout=max(0.1, min(10.0, deadline - time.monotonic()))
+                )
+                error = next((place.error for place in found if place.error is not None), None)
+            except KafkaException as exception:
+                error = kafka_error(exception)
+            if error is None:
+                return {(place.topic, place.partition): place.offset for place in found}
+            if is_unknown_topic(error):
+                self._raise_if_missing({place.topic for place in asked}, error)
+            elif not is_transient(error):
+                raise explain(error, self._settings, doing, self._failures)
+            if time.monotonic() >= deadline:
+                raise explain(error, self._settings, doing, self._failures)
+            time.sleep(_IDLE_SECONDS)
+
+    def _raise_if_missing(self, topics: set[str], error: KafkaError) -> None:
+        try:
+            known = self._consumer.list_topics(timeout=10.0).topics
+        except KafkaException:
+            return
+        missing = sorted(topics - set(known))
+        if missing:
+            raise TopicError(
+                f"Kafka at {self._settings.bootstrap_servers} has no topic {', '.join(missing)}",
+                hint="create a run's topics with: dora topics create CONFIG",
+            )
+        raise explain(error, self._settings, f"asking for offsets of {', '.join(sorted(topics))}")
+
+    def _await_first_answer(self) -> None:
+        if not self._answered:
+            await_answer(
+                lambda timeout: self._consumer.list_topics(timeout=timeout),
+                self._serve,
+                self._failures,
+                self._settings,
+                "connecting",
+            )
+            self._answered = True
+
+    def _serve(self) -> None:
+        self._fetched.extend(self._consumer.consume(1, 0))

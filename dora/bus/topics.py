@@ -1,0 +1,397 @@
+"""Creating, checking, describing and deleting the topics of a run.
+
+Invariant: a run's topics are made once, all of them, with a fixed number of partitions; whatever
+uses them later needs no rights on topics. Nothing is deleted unless `delete` is called.
+"""
+
+import difflib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from confluent_kafka import (
+    ConsumerGroupState,
+    IsolationLevel,
+    KafkaError,
+    KafkaException,
+    TopicCollection,
+)
+from confluent_kafka import TopicPartition as KafkaPartition
+from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec
+
+from dora.bus.failures import (
+    Failures,
+    await_answer,
+    explain,
+    is_hopeless,
+    kafka_error,
+    make_client,
+)
+from dora.bus.settings import ClusterSettings, client_properties
+from dora.bus.topic_plan import RunTopics, TopicSpec, config_problems, topic_plan
+from dora.errors import DeadlineError, TopicError
+
+__all__ = [
+    "RunTopics",
+    "TopicAdmin",
+    "TopicInfo",
+    "TopicSpec",
+    "similar_names",
+    "topic_plan",
+]
+
+_VISIBLE_SECONDS = 30.0
+_SHOWN_CONFIGS = frozenset(
+    {
+        "cleanup.policy",
+        "compression.type",
+        "max.message.bytes",
+        "min.insync.replicas",
+        "retention.bytes",
+        "retention.ms",
+        "segment.ms",
+    }
+)
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class TopicInfo:
+    """A topic as it is. Offsets by partition; `records` counts transaction markers too."""
+
+    name: str
+    topic_id: str
+    partitions: int
+    begin_offsets: dict[int, int]
+    end_offsets: dict[int, int]
+    configs: dict[str, str]
+
+    @property
+    def records(self) -> int:
+        """Offsets between beginning and end: records, transaction markers and aborted records."""
+        return sum(end - self.begin_offsets.get(p, 0) for p, end in self.end_offsets.items())
+
+
+class TopicAdmin:
+    """Creates, checks, describes and deletes topics.
+
+    Every method raises BusError if the cluster does not answer within `connect_timeout` seconds or
+    refuses.
+    """
+
+    def __init__(self, settings: ClusterSettings, *, client_id: str = "dora-admin") -> None:
+        self._settings = settings
+        self._failures = Failures()
+        properties = {**client_properties(settings, client_id), **settings.properties}
+        self._admin: AdminClient = make_client(
+            AdminClient, {**properties, "error_cb": self._failures}
+        )
+        self._answered = False
+
+    def ping(self) -> None:
+        """BusError, naming the address, unless the cluster answers within `connect_timeout`."""
+        await_answer(
+            lambda timeout: self._admin.list_topics(timeout=timeout),
+            lambda: self._admin.poll(0),
+            self._failures,
+            self._settings,
+            "connecting",
+        )
+        self._answered = True
+
+    def cluster_id(self) -> str:
+        """Id of the cluster."""
+        return str(self._metadata().cluster_id)
+
+    def list_runs(self) -> list[str]:
+        """Runs that have a ledger and a dispatch topic, in alphabetical order."""
+        names = self._names()
+        runs = {name.removesuffix(".steps") for name in names if name.endswith(".steps")}
+        return sorted(run for run in runs if RunTopics(run).dispatch in names)
+
+    def topic_ids(self, run: str) -> dict[str, str]:
+        """Ids of the run's existing topics by name: a topic made anew has another id."""
+        return {name: str(topic.topic_id) for name, topic in self._topics(run).items()}
+
+    def existing(self, run: str) -> list[str]:
+        """Names of the run's topics that exist."""
+        names = self._names()
+        return [name for name in RunTopics(run).all if name in names]
+
+    def create(self, plan: Sequence[TopicSpec], *, exist_ok: bool = False) -> list[str]:
+        """Create the topics and wait until they can be used; returns the names of the new ones.
+
+        TopicError, before anything is created, if one exists; with `exist_ok` those that exist are
+        left as they are, and checked.
+        """
+        names = self._names()
+        existing = [spec.name for spec in plan if spec.name in names]
+        if existing and not exist_ok:
+            run = existing[0].rpartition(".")[0]
+            raise TopicError(
+                f"Kafka at {self._settings.bootstrap_servers} already has {', '.join(existing)}",
+                hint=f"go on with that run, choose another run.name, or delete it for good: "
+                f"dora topics delete {run} --yes",
+            )
+        new = [spec for spec in plan if spec.name not in existing]
+        if new:
+            futures = self._admin.create_topics(
+                [
+                    NewTopic(
+                        spec.name,
+                        num_partitions=spec.partitions,
+                        replication_factor=spec.replication_factor,
+                        config=spec.configs,
+                    )
+                    for spec in new
+                ],
+                operation_timeout=_VISIBLE_SECONDS,
+                request_timeout=self._settings.request_timeout,
+            )
+            for name, future in futures.items():
+                self._created(name, future)
+            self._await_visible({spec.name: spec.partitions for spec in new})
+        if existing:
+            self.verify(plan)
+        return [spec.name for spec in new]
+
+    def verify(self, plan: Sequence[TopicSpec]) -> None:
+        """TopicError naming every topic that is missing or has another shape than the run needs.
+
+        Where the cluster does not let configurations be read, only partitions are compared.
+        """
+        topics = self._describe([spec.name for spec in plan])
+        configs = self._configs(list(topics))
+        problems = []
+        for spec in plan:
+            topic = topics.get(spec.name)
+            if topic is None:
+                problems.append(f"{spec.name} is missing")
+                continue
+            found = len(topic.partitions)
+            if found != spec.partitions:
+                problems.append(
+                    f"{spec.name} has {found} partitions, the configuration needs {spec.partitions}"
+                )
+            problems += config_problems(spec, configs.get(spec.name, {}))
+        if problems:
+            run = plan[0].name.rpartition(".")[0]
+            raise TopicError(
+                f"the topics of run {run} at {self._settings.bootstrap_servers} do not fit: "
+                + "; ".join(problems),
+                hint="create them with: dora topics create CONFIG; partitions follow from "
+                "window.max_staleness, kafka.lanes and kafka.dispatch_partitions, which must stay "
+                "as they were when the run began",
+            )
+
+    def describe(self, run: str) -> list[TopicInfo]:
+        """The run's topics that exist, as they are; empty for an unknown run."""
+        topics = self._topics(run)
+        if not topics:
+            return []
+        configs = self._configs(list(topics))
+        places = [
+            KafkaPartition(name, partition.id)
+            for name, topic in topics.items()
+            for partition in topic.partitions
+        ]
+        begin = self._offsets(places, OffsetSpec.earliest())
+        end = self._offsets(places, OffsetSpec.latest())
+        return [
+            TopicInfo(
+                name=name,
+                topic_id=str(topic.topic_id),
+                partitions=len(topic.partitions),
+                begin_offsets={p.id: begin[name, p.id] for p in topic.partitions},
+                end_offsets={p.id: end[name, p.id] for p in topic.partitions},
+                configs=configs.get(name, {}),
+            )
+            for name, topic in topics.items()
+        ]
+
+    def delete(self, run: str) -> list[str]:
+        """Delete the run's topics, and with them all its records; returns their names.
+
+        TopicError with similar names if there is none.
+        """
+        names = self.existing(run)
+        if not names:
+            raise self.unknown_run(run)
+        futures = self._admin.delete_topics(
+            names,
+            operation_timeout=_VISIBLE_SECONDS,
+            request_timeout=self._settings.request_timeout,
+        )
+        for name, future in futures.items():
+            try:
+                self._result(future, f"deleting {name}")
+            except TopicError:
+                continue  # Gone already: what was wanted.
+        self._await(lambda: not set(names) & self._names(), f"{', '.join(names)} to be deleted")
+        self._delete_group(f"{run}.trainer")
+        return names
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._admin.poll(0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _metadata(self) -> Any:
+        if not self._answered:
+            self.ping()
+        try:
+            return self._admin.list_topics(timeout=self._settings.connect_timeout)
+        except KafkaException as exception:
+            self._admin.poll(0)
+            raise explain(
+                kafka_error(exception), self._settings, "listing topics", self._failures
+            ) from exception
+
+    def _names(self) -> set[str]:
+        return set(self._metadata().topics)
+
+    def _topics(self, run: str) -> dict[str, Any]:
+        return self._describe(self.existing(run))
+
+    def _describe(self, names: list[str]) -> dict[str, Any]:
+        """Descriptions of those that exist, in the given order."""
+        known = self._names()
+        names = [name for name in names if name in known]
+        if not names:
+            return {}
+        futures = self._admin.describe_topics(
+            TopicCollection(names), request_timeout=self._settings.request_timeout
+        )
+        return {name: self._result(futures[name], f"describing {name}") for name in names}
+
+    def _configs(self, names: list[str]) -> dict[str, dict[str, str]]:
+        """Configurations that differ from the cluster's defaults or matter to dora."""
+        if not names:
+            return {}
+        resources = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in names]
+        futures = self._admin.describe_configs(
+            resources, request_timeout=self._settings.request_timeout
+        )
+        found: dict[str, dict[str, str]] = {}
+        for resource, future in futures.items():
+            try:
+                entries = future.result()
+            except KafkaException as exception:
+                error = kafka_error(exception)
+                if is_hopeless(error):
+                    continue
+                raise explain(
+                    error, self._settings, f"describing {resource.name}", self._failures
+                ) from exception
+            found[resource.name] = {
+                name: entry.value for name, entry in entries.items() if name in _SHOWN_CONFIGS
+            }
+        return found
+
+    def _offsets(self, places: list[KafkaPartition], which: OffsetSpec) -> dict[Any, int]:
+        futures = self._admin.list_offsets(
+            dict.fromkeys(places, which),
+            isolation_level=IsolationLevel.READ_UNCOMMITTED,
+            request_timeout=self._settings.request_timeout,
+        )
+        return {
+            (place.topic, place.partition): self._result(
+                future, f"asking for offsets of {place.topic}"
+            ).offset
+            for place, future in futures.items()
+        }
+
+    def _delete_group(self, group: str) -> None:
+        """Committed offsets of a deleted run would mislead lag tools; not worth an error."""
+        listed: Any = self._result(self._admin.list_consumer_groups(), "listing consumer groups")
+        empty = [
+            found
+            for found in listed.valid
+            if found.group_id == group and found.state == ConsumerGroupState.EMPTY
+        ]
+        if empty:
+            for future in self._admin.delete_consumer_groups([group]).values():
+                self._result(future, f"deleting consumer group {group}")
+
+    def _created(self, name: str, future: "Future[Any]") -> None:
+        try:
+            future.result()
+        except KafkaException as exception:
+            error = kafka_error(exception)
+            if error.code() == KafkaError.TOPIC_ALREADY_EXISTS:
+                raise TopicError(
+                    f"{name} was created by somebody else at the same time",
+                    hint="look at it with: dora topics describe RUN",
+                ) from exception
+            if error.code() in (KafkaError.INVALID_REPLICATION_FACTOR, KafkaError.INVALID_CONFIG):
+                raise TopicError(
+                    f"{name} cannot be created: {error.str()}",
+                    hint="check kafka.replication_factor (at most the number of brokers), "
+                    "kafka.retention_hours and kafka.max_message_bytes",
+                ) from exception
+            raise explain(error, self._settings, f"creating {name}", self._failures) from exception
+
+    def _await_visible(self, partitions: dict[str, int]) -> None:
+        def usable() -> bool:
+            topics = self._metadata().topics
+            return all(
+                name in topics
+                and len(topics[name].partitions) == count
+                and all(p.leader >= 0 for p in topics[name].partitions.values())
+                for name, count in partitions.items()
+            )
+
+        self._await(usable, f"{', '.join(partitions)} to be usable")
+
+    def _await(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + _VISIBLE_SECONDS
+        while not condition():
+            if time.monotonic() >= deadline:
+                raise DeadlineError(
+                    f"waited {_VISIBLE_SECONDS:g} s for {what} at "
+                    f"{self._settings.bootstrap_servers}",
+                    hint="look at the broker's log",
+                )
+            time.sleep(0.05)
+
+    def _result(self, future: "Future[Result]", doing: str) -> Result:
+        try:
+            return future.result()
+        except KafkaException as exception:
+            self._admin.poll(0)
+            raise explain(
+                kafka_error(exception), self._settings, doing, self._failures
+            ) from exception
+
+    def unknown_run(self, run: str) -> TopicError:
+        """The error to raise when a run has no topics: it names similar runs, if there are any."""
+        runs = self.list_runs()
+        similar = similar_names(run, runs)
+        if similar:
+            hint = f"did you mean {', '.join(similar)}?"
+        elif runs:
+            hint = f"the runs there are: {', '.join(runs[:20])}"
+        else:
+            hint = "there is no run at all; start one with: dora run CONFIG"
+        return TopicError(
+            f"Kafka at {self._settings.bootstrap_servers} has no run {run}", hint=hint
+        )
+
+
+def similar_names(name: str, names: Iterable[str]) -> list[str]:
+    """At most three names that look like `name`, the most similar first."""
+    return difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)

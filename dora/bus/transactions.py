@@ -1,0 +1,245 @@
+"""Transactions: several records, in several topics, that all count or none does.
+
+Invariant: when the block of `transaction()` is left normally the commit is in the log; when it is
+left by an exception nothing of it is, unless the error says that the outcome is unknown. Only one
+process at a time writes under a `transactional_id`: the newest one; an older one gets FencedError
+and can change nothing any more (KIP-98).
+
+How errors are treated follows librdkafka's rules for transactions: after a fatal error the writer
+is unusable; an abortable one aborts, and the caller starts over from the log; a retriable one is
+called again until the deadline. A commit that timed out is never aborted, because it may be under
+way on the broker: it is called again.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from confluent_kafka import Consumer, KafkaError, KafkaException
+from confluent_kafka import TopicPartition as KafkaPartition
+
+from dora.bus.failures import explain, kafka_error, make_client
+from dora.bus.settings import ClusterSettings, client_properties, transactional_properties
+from dora.bus.writer import Deliveries
+from dora.errors import BusError
+from dora.schemas.records import Record
+
+_CALL_SECONDS = 5.0
+
+
+class TransactionAbortedError(BusError):
+    """Kafka refused the transaction; nothing of it was written and the writer is usable again.
+
+    The caller reads the log and decides anew.
+    """
+
+
+class UnknownOutcomeError(BusError):
+    """A commit was not answered in time: the log alone says whether it happened.
+
+    The writer is unusable; a new one for the same id settles the matter before it starts.
+    """
+
+
+class Transaction:
+    """What can be done inside `TransactionalWriter.transaction()`."""
+
+    def __init__(self, writer: "TransactionalWriter") -> None:
+        self._writer = writer
+
+    def send(
+        self,
+        topic: str,
+        record: Record,
+        *,
+        key: str | None = None,
+        partition: int | None = None,
+        trace: str | None = None,
+    ) -> None:
+        """Add a record; BusError if it is too large or the transaction cannot go on."""
+        self._writer._send(topic, record, key, partition, trace)
+
+    def send_offsets(self, group: str, offsets: Mapping[tuple[str, int], int]) -> None:
+        """Commit a consumer group's offsets (next to read) with the transaction."""
+        self._writer._send_offsets(group, offsets)
+
+
+class TransactionalWriter:
+    """The one writer under `transactional_id`; making it fences whoever held the id before and
+    aborts what that one left open.
+
+    BusError if the cluster does not answer within `connect_timeout`, or refuses. Times in seconds.
+    """
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        transactional_id: str,
+        *,
+        client_id: str,
+        transaction_timeout: float,
+    ) -> None:
+        self._settings = settings
+        self._id = transactional_id
+        self._client_id = client_id
+        self._groups: dict[str, Any] = {}
+        self._broken: BusError | None = None
+        self._deliveries = Deliveries(
+            settings,
+            client_id,
+            transactional_properties(settings, client_id, transactional_id, transaction_timeout),
+        )
+        self._producer = self._deliveries.producer
+        self._deliveries.connect()
+        self._retry(self._producer.init_transactions, f"taking over {transactional_id}")
+
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        """One transaction: committed at the end of the block, aborted if an exception leaves it.
+
+        Raises FencedError if another process took the id over, TransactionAbortedError if nothing
+        was written and the caller may try again, UnknownOutcomeError if only the log can tell.
+        """
+        if self._broken is not None:
+            raise self._broken
+        self._deliveries.failed = None
+        try:
+            self._producer.begin_transaction()
+        except KafkaException as exception:
+            raise self._fail(kafka_error(exception), f"beginning as {self._id}") from exception
+        try:
+            yield Transaction(self)
+        except BaseException:
+            if self._broken is None:
+                self._abort()
+            raise
+        self._commit()
+
+    def close(self) -> None:
+        """Let go of the connections. A transaction left open is aborted by the next holder."""
+        self._producer.purge()
+        self._producer.flush(1.0)
+        if self._broken is None:
+            self._broken = BusError(f"the writer of {self._id} is closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _send(
+        self,
+        topic: str,
+        record: Record,
+        key: str | None,
+        partition: int | None,
+        trace: str | None,
+    ) -> None:
+        if self._broken is not None:
+            raise self._broken
+        self._deliveries.raise_failed()
+        try:
+            self._deliveries.send(topic, record, key, partition, trace)
+        except BusError as error:
+            if self._deliveries.failures.fatal is not None:
+                self._broken = error
+            raise
+
+    def _send_offsets(self, group: str, offsets: Mapping[tuple[str, int], int]) -> None:
+        if group not in self._groups:
+            self._groups[group] = self._group_metadata(group)
+        places = [KafkaPartition(topic, number, at) for (topic, number), at in offsets.items()]
+        self._retry(
+            lambda timeout: self._producer.send_offsets_to_transaction(
+                places, self._groups[group], timeout
+            ),
+            f"committing offsets of group {group}",
+        )
+
+    def _group_metadata(self, group: str) -> Any:
+        # Only a consumer can make a group's metadata; it need not join the group, nor connect.
+        consumer = make_client(
+            Consumer, {**client_properties(self._settings, self._client_id), "group.id": group}
+        )
+        try:
+            return consumer.consumer_group_metadata()
+        finally:
+            consumer.close()
+
+    def _commit(self) -> None:
+        doing = f"committing as {self._id}"
+        deadline = time.monotonic() + self._settings.request_timeout
+        while True:
+            try:
+                self._producer.commit_transaction(_CALL_SECONDS)
+                return
+            except KafkaException as exception:
+                error = kafka_error(exception)
+                if error.txn_requires_abort():
+                    self._abort()
+                    cause = self._deliveries.failed or explain(
+                        error, self._settings, doing, self._deliveries.failures
+                    )
+                    raise TransactionAbortedError(
+                        f"nothing was written: {cause.message}", hint=cause.hint
+                    ) from exception
+                if error.fatal() or not _may_be_repeated(error):
+                    raise self._fail(error, doing) from exception
+                if time.monotonic() >= deadline:
+                    self._broken = UnknownOutcomeError(
+                        f"Kafka at {self._settings.bootstrap_servers} did not answer to "
+                        f"{doing} for {self._settings.request_timeout:g} s: {error.str()}",
+                        hint="start the process again: it reads from the log what was committed",
+                    )
+                    raise self._broken from exception
+
+    def _abort(self) -> None:
+        self._retry(self._producer.abort_transaction, f"aborting as {self._id}")
+        # Served now, so that failures of the aborted records do not surface in the next block.
+        self._producer.poll(0)
+
+    def _retry(self, call: Callable[[float], object], doing: str) -> None:
+        """Call until it works; raises and marks the writer unusable when it cannot.
+
+        An error that demands an abort is raised as it is, since the block it is raised in aborts.
+        """
+        deadline = time.monotonic() + self._settings.request_timeout
+        while True:
+            try:
+                call(_CALL_SECONDS)
+                return
+            except KafkaException as exception:
+                error = kafka_error(exception)
+                self._producer.poll(0)
+                if error.txn_requires_abort():
+                    raise self._deliveries.failed or explain(
+                        error, self._settings, doing, self._deliveries.failures
+                    ) from exception
+                if (
+                    error.fatal()
+                    or not _may_be_repeated(error)
+                    or time.monotonic() >= deadline
+                    or self._deliveries.failures.hopeless is not None
+                ):
+                    raise self._fail(error, doing) from exception
+
+    def _fail(self, error: KafkaError, doing: str) -> BusError:
+        self._producer.poll(0)
+        self._broken = explain(error, self._settings, doing, self._deliveries.failures)
+        return self._broken
+
+
+def _may_be_repeated(error: KafkaError) -> bool:
+    return error.retriable() or error.code() in (
+        KafkaError._TIMED_OUT,
+        KafkaError._CONFLICT,
+        KafkaError._IN_PROGRESS,
+    )

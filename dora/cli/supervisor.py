@@ -71,8 +71,9 @@ class Supervisor:
     """Runs children until they are done.
 
     `on_event` gets a line for people whenever a child's state changes. A child that exits with 0 is
-    done; one that is misconfigured (2) or fenced (4) ends the run; any other is started again after
-    a delay, up to `max_restarts` times for all children together.
+    done if `finished(name)` agrees: one that somebody ended by hand exits with 0 too. One that is
+    misconfigured (2) or fenced (4) ends the run; any other is started again after a delay, up to
+    `max_restarts` times for all children together.
     """
 
     def __init__(
@@ -82,12 +83,14 @@ class Supervisor:
         *,
         max_restarts: int,
         on_event: Callable[[str], None],
+        finished: Callable[[str], bool] = lambda name: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         log_directory.mkdir(parents=True, exist_ok=True)
         self._children = [_Child(spec, log_directory / f"{spec.name}.log") for spec in specs]
         self._max_restarts = max_restarts
         self._on_event = on_event
+        self._finished = finished
         self._clock = clock
         self._restarts = 0
 
@@ -171,7 +174,7 @@ class Supervisor:
         name = child.spec.name
         # What it started (verifier processes, engine cores) must not go on without it.
         _signal(child, signal.SIGKILL)
-        if code == 0:
+        if code == 0 and self._finished(name):
             child.state, child.note = "done", ""
             self._on_event(f"{name} is done")
             return

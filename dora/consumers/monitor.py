@@ -10,8 +10,8 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from dora.bus.clients import ClusterSettings, Message, Unreadable
-from dora.bus.reader import LogReader
+from dora.bus.reader import BEGINNING, LogReader, Message, Unreadable
+from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics, TopicAdmin
 from dora.consumers.snapshot import (
     EvaluationPoint,
@@ -24,7 +24,6 @@ from dora.consumers.snapshot import (
 from dora.core.ring import slot_partitions
 from dora.core.state import RunState, finished_facts
 from dora.core.window import Window
-from dora.errors import RunError
 from dora.schemas.records import (
     Admission,
     DeadLetter,
@@ -35,8 +34,6 @@ from dora.schemas.records import (
     Trajectory,
 )
 
-BEGINNING = -2
-
 _RATE_SECONDS = 60.0
 _PROBLEMS_KEPT = 20
 
@@ -45,7 +42,12 @@ class RunView:
     """The fold of a run's records into snapshots. No I/O: feed records, ask for snapshots."""
 
     def __init__(
-        self, run: str, *, steps_target: int | None = None, heartbeat_timeout: float = 30.0
+        self,
+        run: str,
+        *,
+        steps_target: int | None = None,
+        heartbeat_timeout: float = 30.0,
+        load_timeout: float = 900.0,
     ) -> None:
         self.run = run
         self.started: RunStarted | None = None
@@ -54,6 +56,7 @@ class RunView:
         self.whole_history = True
         self._steps_target = steps_target
         self._heartbeat_timeout = heartbeat_timeout
+        self._load_timeout = load_timeout
         self._statuses: dict[str, Status] = {}
         self._steps: list[StepPoint] = []
         self._recent: deque[tuple[int, int]] = deque()
@@ -209,6 +212,9 @@ class RunView:
         views = []
         for status in self._statuses.values():
             age = max(0.0, (time_ms - status.created_ms) / 1000)
+            # An engine that starts or loads weights has no time to report.
+            busy = status.state in ("starting", "loading")
+            allowed = self._load_timeout if busy else self._heartbeat_timeout
             views.append(
                 ProcessView(
                     process=status.process,
@@ -219,7 +225,7 @@ class RunView:
                     running=len(status.running),
                     capacity=status.capacity,
                     age_seconds=age,
-                    silent=age > self._heartbeat_timeout,
+                    silent=age > allowed,
                     host=status.host,
                     pid=status.pid,
                     metrics=dict(status.metrics),
@@ -274,8 +280,8 @@ class RunMonitor:
     """Reads a run's topics into a `RunView`.
 
     With `history` (records) set, trajectories that left the window are skipped in a log with more
-    records than that; totals and former evaluations then count from the window on. RunError if the
-    run has no topics.
+    records than that; totals and former evaluations then count from the window on. TopicError if
+    the run has no topics.
     """
 
     def __init__(
@@ -285,29 +291,29 @@ class RunMonitor:
         *,
         steps_target: int | None = None,
         heartbeat_timeout: float = 30.0,
+        load_timeout: float = 900.0,
         history: int | None = None,
     ) -> None:
-        self.view = RunView(run, steps_target=steps_target, heartbeat_timeout=heartbeat_timeout)
+        self.view = RunView(
+            run,
+            steps_target=steps_target,
+            heartbeat_timeout=heartbeat_timeout,
+            load_timeout=load_timeout,
+        )
         self._topics = RunTopics(run)
         self._history = history
         self._attached = False
-        partitions = {topic.name: topic.partitions for topic in TopicAdmin(settings).describe(run)}
         control = (
             self._topics.steps,
             self._topics.policies,
             self._topics.workers,
             self._topics.dead_letters,
         )
-        missing = [
-            name
-            for name in (*control, self._topics.dispatch, self._topics.trajectories)
-            if name not in partitions
-        ]
-        if missing:
-            raise RunError(
-                f"there is no run {run!r} on this cluster: topic {missing[0]} is missing",
-                hint="`dora topics describe` lists the runs.",
-            )
+        admin = TopicAdmin(settings)
+        partitions = {topic.name: topic.partitions for topic in admin.describe(run)}
+        needed = {*control, self._topics.dispatch, self._topics.trajectories}
+        if not needed <= set(partitions):
+            raise admin.unknown_run(run)
         self._trajectory_partitions = partitions[self._topics.trajectories]
         self._reader = LogReader(settings, client_id=f"{run}.monitor")
         self._reader.assign({(topic, 0): BEGINNING for topic in control})

@@ -1,0 +1,168 @@
+"""`dora tail`: the records of a run, decoded, as they come."""
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import click
+
+from dora.bus.reader import BEGINNING, END, LogReader, Message
+from dora.bus.settings import ClusterSettings, cluster_settings
+from dora.bus.topics import RunTopics, TopicAdmin
+from dora.cli.options import json_option, kafka_options, print_line
+from dora.cli.record_lines import as_line, as_object, version_of
+from dora.config import KafkaSection
+from dora.core.ring import slot_partitions
+from dora.schemas.records import Policy, RunStarted
+
+TOPICS = ("chunks", "trajectories", "steps", "policies", "workers", "dispatch", "dead-letters")
+
+_READ_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where to begin: at an offset (or BEGINNING, END), or with the last `last` records."""
+
+    offset: int = END
+    last: int | None = None
+
+
+def _origin(context: click.Context, parameter: click.Parameter, text: str) -> Origin:
+    """Parse `beginning`, `end`, `-N` for the last N records, or an offset."""
+    if text == "beginning":
+        return Origin(BEGINNING)
+    if text == "end":
+        return Origin(END)
+    if re.fullmatch(r"-[1-9]\d*", text):
+        return Origin(last=-int(text))
+    if re.fullmatch(r"\d+", text):
+        return Origin(int(text))
+    raise click.BadParameter(
+        f"{text!r} is not one of beginning, end, -N or OFFSET", context, parameter
+    )
+
+
+@click.command()
+@click.argument("run")
+@click.option(
+    "-t",
+    "--topic",
+    "kind",
+    type=click.Choice(TOPICS),
+    default="trajectories",
+    show_default=True,
+    help="Which of the run's topics.",
+)
+@click.option(
+    "-o",
+    "--offset",
+    "origin",
+    callback=_origin,
+    default="end",
+    show_default=True,
+    metavar="beginning|end|-N|OFFSET",
+    help="Where to begin: -N shows the last N records, OFFSET counts in each partition.",
+)
+@click.option("--version", type=click.IntRange(min=0), help="Only records of this policy version.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="End after N records.")
+@click.option("--exit", "stop_at_end", is_flag=True, help="End when all there is has been shown.")
+@kafka_options
+@json_option
+def tail(
+    run: str,
+    kind: str,
+    origin: Origin,
+    version: int | None,
+    limit: int | None,
+    stop_at_end: bool,
+    kafka: KafkaSection,
+    as_json: bool,
+) -> None:
+    """Follow the records of RUN, one per line.
+
+    Columns: time, partition@offset, record. Only committed records are shown. With --json one
+    object a line, with all fields.
+    """
+    settings = cluster_settings(kafka)
+    topics = RunTopics(run)
+    topic = {name: f"{run}.{name}" for name in TOPICS}[kind]
+    admin = TopicAdmin(settings)
+    counts = {info.name: info.partitions for info in admin.describe(run)}
+    if topic not in counts:
+        raise admin.unknown_run(run)
+    reader = LogReader(settings, client_id=f"{run}.tail")
+    try:
+        wanted = {(topic, partition): origin.offset for partition in range(counts[topic])}
+        if version is not None and kind in ("chunks", "trajectories"):
+            wanted = _range_of(settings, topics, topic, version, wanted, origin)
+        messages = _messages(reader, wanted, origin, version, stop_at_end)
+        for message in itertools.islice(messages, limit):
+            print_line(json.dumps(as_object(message)) if as_json else as_line(message))
+    finally:
+        reader.close()
+
+
+def _messages(
+    reader: LogReader,
+    wanted: Mapping[tuple[str, int], int],
+    origin: Origin,
+    version: int | None,
+    stop_at_end: bool,
+) -> Iterator[Message]:
+    """The messages to show, in order of time as far as they are there already."""
+
+    def fits(message: Message) -> bool:
+        return version is None or version_of(message.value) == version
+
+    if origin.last is not None:
+        # Transaction markers take offsets too: read a little more, and keep the last records.
+        starts, ends = reader.start_offsets(list(wanted)), reader.end_offsets(list(wanted))
+        reader.assign({key: max(starts[key], ends[key] - 2 * origin.last - 2) for key in wanted})
+        seen = [message for message in reader.read_to_end(_READ_SECONDS) if fits(message)]
+        seen.sort(key=lambda message: message.timestamp_ms)
+        yield from seen[-origin.last :]
+    else:
+        reader.assign(wanted)
+        if stop_at_end:
+            yield from filter(fits, reader.read_to_end(_READ_SECONDS))
+    while not stop_at_end:
+        yield from filter(fits, reader.poll(timeout=1.0))
+
+
+def _range_of(
+    settings: ClusterSettings,
+    topics: RunTopics,
+    topic: str,
+    version: int,
+    wanted: Mapping[tuple[str, int], int],
+    origin: Origin,
+) -> dict[tuple[str, int], int]:
+    """Only the partitions of the version's slot, from where the version starts in them."""
+    started: RunStarted | None = None
+    policy: Policy | None = None
+    reader = LogReader(settings, client_id=f"{topics.run}.tail")
+    try:
+        reader.assign({(topics.steps, 0): BEGINNING, (topics.policies, 0): BEGINNING})
+        for message in reader.read_to_end(_READ_SECONDS):
+            match message.value:
+                case RunStarted():
+                    started = message.value
+                case Policy() if message.value.version == version:
+                    policy = message.value
+    finally:
+        reader.close()
+    if started is None:
+        return dict(wanted)
+    name = topic.rpartition(".")[2]
+    offsets = {
+        slot.partition: slot.offset
+        for slot in (policy.slots if policy else ())
+        if slot.topic.endswith(name)
+    }
+    return {
+        (topic, each): offsets.get(each, BEGINNING) if origin.offset == BEGINNING else origin.offset
+        for each in slot_partitions(version, started.ring, started.lanes)
+    }

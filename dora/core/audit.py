@@ -1,0 +1,301 @@
+"""The audit: proves from the log alone that no rule was broken, or says which record breaks it.
+
+Invariant: the verdict depends on records only, never on gaps in offsets (transaction markers and
+aborted records take offsets too). Violations are
+
+- `lost`: a started group that is neither trained, nor set aside with a reason, nor outstanding and
+  still within the window; a ledger entry that names a trajectory record or an admission that is not
+  in the log; a prompt ordinal that was skipped; a chunk missing from a trained trajectory.
+- `duplicated`: a group named by two ledger entries (or twice by one), an ordinal or a group
+  admitted twice.
+- `mixed_version`: a counted trajectory that holds tokens of another version than its group's, or
+  was generated under another; a ledger entry that gives a group another version than its admission.
+- `stale`: a group trained at a version more than `K` after its own, or before it.
+- `incomplete_group`: a group trained with other than `G` samples, or with one of them twice.
+- `torn_step`: ledger entries whose sequence or versions do not follow one another; a step that does
+  not train `B` groups; a step without its policy or a policy without its step; a named sample
+  that is not the first valid finished record of its trajectory.
+- `checksum`: a step's weights checksum that differs from its policy's.
+
+No violations: duplicates of finished records (a worker believed dead that was only slow), groups
+outstanding within the window (the run may be alive), groups set aside, evaluation groups.
+"""
+
+from dora.core import ring
+from dora.core.audit_facts import Fate, GroupFacts, LogFacts, Traces, Versioned
+from dora.core.audit_report import AuditReport, Findings, Place
+from dora.core.audit_verdict import verdict
+from dora.schemas.records import (
+    Admission,
+    Chunk,
+    GroupRef,
+    Policy,
+    Record,
+    RunStarted,
+    Step,
+    Trajectory,
+)
+
+
+class Audit:
+    """Streams over a run's records with memory for a few facts per group.
+
+    Feed every committed record, each partition in offset order and topics in this order: steps and
+    policies (in any order between them), the admission journal, trajectories, chunks. For a live
+    run, read in the order policies, steps, then of the policies that came meanwhile those of
+    versions that the steps have reached; then a policy never seems to lack its step. Other records
+    are ignored. Without `chunks` the chunks are not expected and not checked.
+    """
+
+    def __init__(self, *, chunks: bool = True) -> None:
+        self._chunks = chunks
+        self._findings = Findings()
+        self._facts = LogFacts()
+
+    @property
+    def newest(self) -> int:
+        """Newest version that the ledger has reached so far."""
+        return self._facts.newest
+
+    def begins(self, topic: Versioned, partition: int, offset: int) -> None:
+        """The log of this partition begins at `offset` only: older records were deleted."""
+        if offset > 0:
+            self._facts.begins[topic, partition] = offset
+
+    def unreadable(self, topic: str, partition: int, offset: int, reason: str) -> None:
+        """A record that cannot be decoded; if the ledger needs it, it counts as missing."""
+        self._findings.note(f"{Place(topic, partition, offset)} cannot be read: {reason}")
+
+    def feed(self, record: Record, topic: str, partition: int, offset: int) -> None:
+        """Take one record into account (see the class for the order)."""
+        if isinstance(record, Chunk):  # by far the most
+            self._chunk(record)
+            return
+        place = Place(topic, partition, offset)
+        match record:
+            case Trajectory():
+                self._facts.finished = topic
+                self._trajectory(record, place)
+            case Admission():
+                self._facts.dispatch = topic
+                self._admission(record, place)
+            case Step():
+                self._facts.ledger = topic
+                self._step(record, place)
+            case Policy():
+                self._policy(record, place)
+            case RunStarted():
+                self._run_started(record, place)
+            case _:
+                pass
+
+    def _run_started(self, started: RunStarted, place: Place) -> None:
+        if self._facts.started is not None:
+            self._findings.add("torn_step", f"{place} starts the run a second time", place)
+            return
+        if self._facts.sequence:
+            self._findings.add("torn_step", f"{place} starts the run after its first step", place)
+        self._facts.started = started
+
+    def _policy(self, policy: Policy, place: Place) -> None:
+        known = self._facts.policies.setdefault(policy.version, (policy.weights_checksum, place))
+        if known[0] != policy.weights_checksum:
+            self._findings.add(
+                "torn_step",
+                f"version {policy.version} is published twice with different weights",
+                known[1],
+                place,
+                ids=(str(policy.version),),
+            )
+
+    def _step(self, step: Step, place: Place) -> None:
+        number = f"ledger entry {step.sequence}"
+        torn = []
+        if step.sequence != self._facts.sequence:
+            torn.append(f"{number} comes where {self._facts.sequence} is due")
+        due = self._facts.newest + 1 if step.kind == "step" else self._facts.newest
+        if (step.version_in, step.version_out) != (self._facts.newest, due):
+            torn.append(
+                f"{number} ({step.kind}) leads from version {step.version_in} to "
+                f"{step.version_out} where {self._facts.newest} to {due} is due"
+            )
+        started = self._facts.started
+        batch = started.groups_per_step if started else len(step.trained)
+        if len(step.trained) != (batch if step.kind == "step" else 0):
+            torn.append(f"{number} ({step.kind}) trains {len(step.trained)} groups, B is {batch}")
+        for sentence in torn:
+            self._findings.add("torn_step", sentence, place, ids=(str(step.sequence),))
+        self._facts.sequence = max(self._facts.sequence, step.sequence + 1)
+        self._facts.newest = max(self._facts.newest, step.version_out)
+        if step.kind == "step":
+            self._facts.steps += 1
+            self._facts.checksums.setdefault(step.version_out, (step.weights_checksum, place))
+        for ref in step.trained:
+            self._name(ref, step, "trained", place)
+        for ref in step.set_aside:
+            self._name(ref, step, "set aside", place)
+
+    def _name(self, ref: GroupRef, step: Step, fate: Fate, place: Place) -> None:
+        ids = (ref.group_id,)
+        group = self._facts.groups.setdefault(ref.group_id, GroupFacts())
+        if group.fate != "open":
+            self._findings.add(
+                "duplicated",
+                f"group {ref.group_id} is {fate} by ledger entry {step.sequence}, "
+                f"but was {group.fate} by entry {group.entry} already",
+                Place(place.topic, place.partition, group.entry_offset),
+                place,
+                ids=ids,
+            )
+            return
+        group.fate, group.entry, group.entry_offset = fate, step.sequence, place.offset
+        group.version_in = step.version_in
+        group.name(ref)
+        if fate == "set aside":
+            if not ref.reason:
+                self._findings.add(
+                    "lost", f"group {ref.group_id} is set aside without a reason", place, ids=ids
+                )
+            return
+        samples = [sample.sample for sample in ref.samples]
+        size = self._facts.started.group_size if self._facts.started else len(samples)
+        if sorted(samples) != list(range(size)):
+            self._findings.add(
+                "incomplete_group",
+                f"group {ref.group_id} is trained with samples {samples} "
+                f"instead of each of 0 .. {size - 1} once",
+                place,
+                ids=ids,
+            )
+
+    def _admission(self, admission: Admission, place: Place) -> None:
+        group = self._facts.groups.setdefault(admission.group_id, GroupFacts())
+        if group.admitted >= 0:
+            self._findings.add(
+                "duplicated",
+                f"group {admission.group_id} is admitted twice",
+                Place(place.topic, place.partition, group.journal_offset),
+                place,
+                ids=(admission.group_id,),
+            )
+            return
+        group.purpose = admission.purpose
+        group.ordinal, group.size = admission.ordinal, admission.group_size
+        group.admitted, group.journal_offset = admission.policy_version, place.offset
+        if admission.purpose == "train":
+            self._ordinal(admission, place)
+
+    def _ordinal(self, admission: Admission, place: Place) -> None:
+        ordinal = admission.ordinal
+        if ordinal >= self._facts.next_ordinal:
+            if ordinal > self._facts.next_ordinal:
+                self._facts.gaps.append((self._facts.next_ordinal, ordinal - 1, place))
+            self._facts.next_ordinal = ordinal + 1
+            return
+        for index, (first, last, skipper) in enumerate(self._facts.gaps):
+            if first <= ordinal <= last:  # only late: split the gap
+                halves = [(first, ordinal - 1, skipper), (ordinal + 1, last, skipper)]
+                self._facts.gaps[index : index + 1] = [
+                    half for half in halves if half[0] <= half[1]
+                ]
+                return
+        self._findings.add(
+            "duplicated",
+            f"prompt ordinal {ordinal} is admitted again as group {admission.group_id}",
+            place,
+            ids=(admission.group_id,),
+        )
+
+    def _valid(self, trajectory: Trajectory, group: GroupFacts, place: Place) -> bool:
+        """Whether the record may count: right version, name and partition."""
+        sample, started = trajectory.sample, self._facts.started
+        size = group.size if group.size >= 0 else started.group_size if started else sample + 1
+        return (
+            trajectory.policy_version == group.version >= 0
+            and 0 <= sample < size
+            and trajectory.trajectory_id == ring.trajectory_id(trajectory.group_id, sample)
+            and (
+                started is None
+                or place.partition
+                == ring.partition(group.version, trajectory.group_id, started.ring, started.lanes)
+            )
+        )
+
+    def _trajectory(self, trajectory: Trajectory, place: Place) -> None:
+        self._facts.trajectories += 1
+        group = self._facts.groups.get(trajectory.group_id)
+        if group is None:
+            return  # admitted after the journal was read
+        reference = group.reference(trajectory.sample, place.partition, place.offset)
+        named = reference is not None and reference >= 0
+        valid = self._valid(trajectory, group, place)
+        first = valid and not group.finished >> trajectory.sample & 1
+        if first:
+            group.finished |= 1 << trajectory.sample
+        elif valid:
+            self._facts.duplicates += 1
+        if reference is not None and named:
+            self._named_trajectory(trajectory, group, reference, valid, first, place)
+        if named or (first and reference is None):
+            self._version_runs(trajectory, group, place)
+
+    def _named_trajectory(
+        self,
+        trajectory: Trajectory,
+        group: GroupFacts,
+        reference: int,
+        valid: bool,
+        first: bool,
+        place: Place,
+    ) -> None:
+        attempt = group.references()[reference][1]
+        group.found |= 1 << reference
+        ids = (trajectory.group_id, trajectory.trajectory_id)
+        says = f"ledger entry {group.entry} names {place} for {trajectory.trajectory_id}"
+        if trajectory.policy_version != group.version:
+            self._findings.add(
+                "mixed_version",
+                f"{says}, but it is of version {trajectory.policy_version} "
+                f"and its group of version {group.version}",
+                place,
+                ids=ids,
+            )
+        elif not valid:
+            self._findings.add(
+                "torn_step", f"{says}, but its name or partition is not its group's", place, ids=ids
+            )
+        elif not first:
+            self._findings.add(
+                "torn_step", f"{says}, but an earlier finished record counts", place, ids=ids
+            )
+        if attempt != trajectory.attempt:
+            self._findings.add(
+                "torn_step",
+                f"{says} as attempt {attempt}, but it is attempt {trajectory.attempt}",
+                place,
+                ids=ids,
+            )
+        if self._chunks and group.fate == "trained":
+            if group.traces is None:
+                group.traces = Traces(len(group.references()))
+            group.traces.expect(trajectory)
+
+    def _version_runs(self, trajectory: Trajectory, group: GroupFacts, place: Place) -> None:
+        runs = trajectory.version_runs
+        if len(runs) > 1 or (runs and runs[0].version != group.version):
+            parts = ", ".join(f"{run.tokens} tokens of version {run.version}" for run in runs)
+            self._findings.add(
+                "mixed_version",
+                f"trajectory {trajectory.trajectory_id} of version {group.version} holds {parts}",
+                place,
+                ids=(trajectory.group_id, trajectory.trajectory_id),
+            )
+
+    def _chunk(self, chunk: Chunk) -> None:
+        group = self._facts.groups.get(chunk.group_id)
+        if group is not None and group.traces is not None:
+            group.traces.see(chunk)
+
+    def report(self) -> AuditReport:
+        """The verdict on what was fed so far; feeding may go on afterwards."""
+        return verdict(self._facts, self._findings.copy())

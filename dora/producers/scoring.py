@@ -29,6 +29,8 @@ from dora.producers.tasks.judge import Verdict, VerifierRecipe
 BUNDLE_SECONDS = 0.05
 """Work that one bundle should hold."""
 LARGEST_BUNDLE = 64
+GATHER_SECONDS = 0.025
+"""Least time between two bundles, in which responses gather: a bundle costs 0.7 ms of CPU."""
 FIRST_BUNDLE = 8
 START_SECONDS = 180.0
 """How long processes may take to start and load the verifier."""
@@ -86,6 +88,7 @@ class Scorer:
         self._landed: deque[Future[Any]] = deque()
         self._seconds_per_job = BUNDLE_SECONDS / FIRST_BUNDLE
         self._restarts = 0
+        self._dispatched = 0.0
         self._closed = False
         self._start()
 
@@ -191,7 +194,11 @@ class Scorer:
 
     def _dispatch(self) -> None:
         # One bundle per process runs while another waits; more would only delay bad news.
-        while len(self._flying) < 2 * self._processes and (self._suspects or self._waiting):
+        now = time.monotonic()
+        gathering = now - self._dispatched < GATHER_SECONDS and len(self._waiting) < LARGEST_BUNDLE
+        while len(self._flying) < 2 * self._processes and (
+            self._suspects or (self._waiting and not gathering)
+        ):
             if self._suspects:
                 jobs = [self._suspects.popleft()]
             else:
@@ -211,6 +218,7 @@ class Scorer:
                 self._suspects.extend(jobs)
                 self._restart("a process ended while it had nothing to do")
                 continue
+            self._dispatched = now
             self._flying[future] = bundle
             future.add_done_callback(self._landed.append)
 

@@ -39,7 +39,11 @@ class BusError(DoraError):
 
 
 class FencedError(BusError):
-    """Another process took over this role; this one must stop and can change nothing any more."""
+    """Another process took over this role; this one must stop and can change nothing any more.
+
+    Its exit code tells a supervisor that starting it again would only fence the other one."""
+
+    exit_code = 4
 
 
 class TopicError(BusError):

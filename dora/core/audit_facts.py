@@ -136,8 +136,9 @@ class GroupFacts:
         refs = self.refs
         if refs is None:
             return None
-        other = None
-        # Samples are named in order unless the ledger is damaged: the first look nearly always hits.
+        other: int | None = None
+        # Samples are named in order unless the ledger is damaged: the first look hits.
+        index: int
         for index in (sample, *range(len(refs) // _REF)):
             at = index * _REF
             if 0 <= at < len(refs) and refs[at] == sample:

@@ -1,0 +1,58 @@
+"""Rollout engines: what turns prompts and weights into tokens.
+
+Invariant: nothing heavy is imported here; vLLM comes in only when an engine of that kind is made.
+"""
+
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import fields
+
+from dora.config import Config
+from dora.producers.engines.base import Delta, Engine, FinishReason, Request, Sampling
+from dora.producers.engines.emulated import EmulatedEngine, EmulatedSpec
+
+__all__ = ["Delta", "Engine", "FinishReason", "Request", "Sampling", "create_engine"]
+
+
+def create_engine(
+    config: Config,
+    worker: str = "",
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Engine:
+    """Make the engine that `rollout.engine` names; it has no weights before its first `restart`.
+
+    `worker` makes the engine's own random state, which requests without a seed use, different from
+    that of other workers. `clock` and `sleep` are for the emulated engine. Raises `PolicyError`
+    where vLLM is needed and missing.
+    """
+    rollout = config.rollout
+    if rollout.engine == "emulated":
+        section = rollout.emulated
+        spec = EmulatedSpec(
+            **{field.name: getattr(section, field.name) for field in fields(EmulatedSpec)}
+        )
+        return EmulatedEngine(
+            spec,
+            capacity=rollout.capacity,
+            max_model_len=config.max_model_len,
+            seed=config.run.seed,
+            clock=clock,
+            sleep=sleep,
+        )
+    from dora.producers.engines.vllm import VllmEngine
+
+    return VllmEngine(
+        capacity=rollout.capacity,
+        max_model_len=config.max_model_len,
+        dtype=config.policy.dtype,
+        seed=zlib.crc32(f"{config.run.seed}:{worker}".encode()),
+        enforce_eager=rollout.enforce_eager,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        kv_cache_gib=rollout.kv_cache_gib,
+        threads=rollout.threads,
+        trust_remote_code=config.policy.trust_remote_code,
+        options=dict(rollout.engine_options),
+    )

@@ -1,0 +1,289 @@
+"""The emulated engine in virtual time."""
+
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+
+from dora.config import Config
+from dora.errors import DoraError, WeightsError
+from dora.producers.engines import create_engine
+from dora.producers.engines.base import Delta, Request, Sampling, complete, refusal, resumed_seed
+from dora.producers.engines.emulated import EmulatedEngine, EmulatedSpec
+
+STOP = 1
+VOCABULARY = 100
+
+
+class VirtualTime:
+    """A clock that only sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now += seconds
+
+
+@pytest.fixture
+def time() -> VirtualTime:
+    return VirtualTime()
+
+
+def make(time: VirtualTime, *, capacity: int = 256, **changes: object) -> EmulatedEngine:
+    spec = EmulatedSpec(**{"load_seconds": 0.0, **changes})  # type: ignore[arg-type]
+    engine = EmulatedEngine(
+        spec,
+        vocabulary=VOCABULARY,
+        capacity=capacity,
+        max_model_len=2000,
+        clock=time.clock,
+        sleep=time.sleep,
+    )
+    engine.load(Path("anywhere"), 0)
+    return engine
+
+
+def request(name: str, *, prefix: tuple[int, ...] = (), **changes: object) -> Request:
+    settings = {"max_new_tokens": 1000, "stop_token_ids": (STOP,), **changes}
+    return Request(name, (5, 6, 7), Sampling(**settings), prefix)  # type: ignore[arg-type]
+
+
+def drain(engine: EmulatedEngine) -> dict[str, list[Delta]]:
+    deltas: dict[str, list[Delta]] = {}
+    for _ in range(5000):
+        for delta in engine.step():
+            deltas.setdefault(delta.request_id, []).append(delta)
+        if not engine.running:
+            return deltas
+    raise AssertionError("the engine does not finish")
+
+
+def tokens(deltas: list[Delta]) -> tuple[int, ...]:
+    return tuple(token for delta in deltas for token in delta.token_ids)
+
+
+def test_an_iteration_takes_the_base_and_a_share_per_sequence(time: VirtualTime) -> None:
+    engine = make(
+        time, length="fixed", length_mean=3, prefill_seconds_per_token=0.001, time_scale=2.0
+    )
+    for i in range(10):
+        engine.add(request(f"r{i}"))
+    start = time.now
+    engine.step()
+    assert time.now - start == pytest.approx(2 * (0.024 + 10 * 0.0001 + 10 * 3 * 0.001))
+    start = time.now
+    engine.step()
+    assert time.now - start == pytest.approx(2 * (0.024 + 10 * 0.0001))
+
+
+def test_work_between_steps_overlaps_with_the_next_iteration(time: VirtualTime) -> None:
+    engine = make(time, length="fixed", length_mean=9, iteration_seconds_per_sequence=0)
+    engine.add(request("a"))
+    engine.step()
+    start = time.now
+    time.now += 0.01
+    engine.step()
+    assert time.now - start == pytest.approx(0.024)
+    time.now += 5.0
+    start = time.now
+    engine.step()
+    assert time.now - start == pytest.approx(0.024)
+
+
+def test_nothing_waits_when_nothing_runs(time: VirtualTime) -> None:
+    engine = make(time)
+    assert engine.step() == []
+    assert time.now == 100.0
+
+
+def test_a_scale_of_zero_never_sleeps(time: VirtualTime) -> None:
+    engine = make(time, time_scale=0.0)
+    engine.add(request("a"))
+    drain(engine)
+    engine.load(Path("anywhere"), 3)
+    assert time.now == 100.0
+    assert engine.version == 3
+
+
+def test_requests_beyond_the_capacity_wait_their_turn(time: VirtualTime) -> None:
+    engine = make(time, capacity=2, length="fixed", length_mean=2)
+    for name in ("a", "b", "c"):
+        engine.add(request(name))
+    assert {delta.request_id for delta in engine.step()} == {"a", "b"}
+    assert {delta.request_id for delta in engine.step()} == {"a", "b"}
+    assert engine.running == 1
+    assert {delta.request_id for delta in engine.step()} == {"c"}
+
+
+def test_a_response_ends_with_its_stop_token_and_uniform_log_probabilities(
+    time: VirtualTime,
+) -> None:
+    engine = make(time, length="fixed", length_mean=20)
+    engine.add(request("a"))
+    deltas = drain(engine)["a"]
+    response = tokens(deltas)
+    assert len(response) == 20
+    assert response[-1] == STOP
+    assert STOP not in response[:-1]
+    assert all(0 <= token < VOCABULARY for token in response)
+    assert [delta.finish_reason for delta in deltas] == [None] * 19 + ["stop"]
+    values = [value for delta in deltas for value in delta.logprobs]
+    assert values == [-math.log(VOCABULARY)] * 20
+    assert engine.score(response) == values[1:]
+    assert engine.score([4]) == engine.score([]) == []
+
+
+def test_a_response_is_cut_at_its_limit_without_stop_token(time: VirtualTime) -> None:
+    engine = make(time, length="fixed", length_mean=20)
+    engine.add(request("a", max_new_tokens=7))
+    engine.add(Request("context", [3] * 1990, Sampling(max_new_tokens=1000)))
+    deltas = drain(engine)
+    assert len(tokens(deltas["a"])) == 7
+    assert STOP not in tokens(deltas["a"])
+    assert deltas["a"][-1].finish_reason == "length"
+    assert len(tokens(deltas["context"])) == 10
+
+
+def test_the_limit_at_the_drawn_length_still_stops(time: VirtualTime) -> None:
+    engine = make(time, length="fixed", length_mean=7)
+    engine.add(request("a", max_new_tokens=7))
+    deltas = drain(engine)["a"]
+    assert tokens(deltas)[-1] == STOP
+    assert deltas[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_a_resumed_request_goes_on_as_it_would_have(time: VirtualTime, name: str) -> None:
+    engine = make(time)
+    engine.add(request(name, seed=1))
+    whole = tokens(drain(engine)[name])
+    other = make(time, capacity=4)
+    cut = len(whole) // 3 + 1
+    other.add(request(name, seed=2, prefix=whole[:cut]))
+    assert whole[:cut] + tokens(drain(other)[name]) == whole
+
+
+def test_a_complete_prefix_ends_at_once(time: VirtualTime) -> None:
+    engine = make(time)
+    engine.add(request("stopped", prefix=(9, STOP)))
+    engine.add(request("full", prefix=(9, 8), max_new_tokens=2))
+    assert engine.running == 2
+    assert engine.step() == [
+        Delta("stopped", finish_reason="stop"),
+        Delta("full", finish_reason="length"),
+    ]
+    assert engine.running == 0
+
+
+@pytest.mark.parametrize(
+    ("length", "sigma", "deviation"), [("uniform", 0.0, 36.7), ("lognormal", 1.0, 83.9)]
+)
+def test_lengths_follow_the_distribution(
+    time: VirtualTime, length: str, sigma: float, deviation: float
+) -> None:
+    engine = make(time, length=length, length_mean=64, length_sigma=sigma, time_scale=0.0)
+    lengths = [engine._draw_length(resumed_seed(0, i + 1)) for i in range(20_000)]
+    assert statistics.fmean(lengths) == pytest.approx(64, rel=0.03)
+    assert statistics.pstdev(lengths) == pytest.approx(deviation, rel=0.12)
+    assert min(lengths) >= 1
+
+
+def test_an_aborted_request_is_never_heard_of_again(time: VirtualTime) -> None:
+    engine = make(time, length="fixed", length_mean=5)
+    engine.add(request("a"))
+    engine.add(request("bad", top_p=0.0))
+    engine.step()
+    engine.abort("a")
+    engine.abort("unknown")
+    assert engine.running == 0
+    engine.add(request("bad", top_p=0.0))
+    engine.abort("bad")
+    assert engine.step() == []
+
+
+def test_a_bad_request_ends_with_its_error(time: VirtualTime) -> None:
+    engine = make(time, length="fixed", length_mean=2)
+    engine.add(request("good"))
+    engine.add(Request("long", [3] * 2000, Sampling(max_new_tokens=5)))
+    deltas = drain(engine)
+    assert deltas["good"][-1].finish_reason == "stop"
+    assert deltas["long"][0].finish_reason == "error"
+    assert "2000 tokens" in (deltas["long"][0].error or "")
+
+
+def test_weights_change_only_while_nothing_runs(time: VirtualTime) -> None:
+    engine = make(time, load_seconds=0.5)
+    engine.add(request("a"))
+    with pytest.raises(DoraError, match="while 1 requests run"):
+        engine.load(Path("anywhere"), 1)
+    with pytest.raises(DoraError, match="runs already"):
+        engine.add(request("a"))
+    start = time.now
+    engine.restart(Path("anywhere"), 1)
+    assert engine.version == 1
+    assert engine.running == 0
+    assert time.now - start == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (Request("r", [], Sampling(max_new_tokens=1)), "prompt is empty"),
+        (Request("r", [3, -1], Sampling(max_new_tokens=1)), "prompt holds token -1"),
+        (Request("r", [3], Sampling(max_new_tokens=1), (100,)), "prefix holds token 100"),
+        (Request("r", [3] * 6, Sampling(max_new_tokens=9), (1,) * 4), "have 10 tokens"),
+        (Request("r", [3], Sampling(max_new_tokens=0)), "max_new_tokens is 0"),
+        (Request("r", [3], Sampling(max_new_tokens=1, stop_token_ids=(100,))), "stop token 100"),
+        (Request("r", [3], Sampling(max_new_tokens=1, temperature=math.nan)), "temperature"),
+        (Request("r", [3], Sampling(max_new_tokens=1, top_p=1.5)), "top_p is 1.5"),
+        (Request("r", [3], Sampling(max_new_tokens=1, top_k=-1)), "top_k is -1"),
+    ],
+)
+def test_what_is_wrong_with_a_request_is_named(changed: Request, message: str) -> None:
+    assert message in (refusal(changed, VOCABULARY, 10) or "")
+
+
+def test_a_sound_request_is_not_refused() -> None:
+    assert refusal(request("a"), VOCABULARY, 10) is None
+    assert complete(request("a", prefix=(4,))) is None
+
+
+def test_a_resumed_seed_differs_at_every_position_and_fits_in_63_bits() -> None:
+    assert resumed_seed(7, 0) == 7
+    seeds = {resumed_seed(seed, position) for seed in range(50) for position in range(1, 50)}
+    assert len(seeds) == 50 * 49
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_the_configuration_makes_an_emulated_engine(tmp_path: Path, time: VirtualTime) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"name": "r"},
+            "policy": {"model": "m"},
+            "task": {"kind": "reasoning-gym", "name": "spell_backward", "max_prompt_tokens": 10},
+            "trainer": {"steps": 1},
+            "rollout": {
+                "engine": "emulated",
+                "capacity": 8,
+                "max_new_tokens": 40,
+                "emulated": {"length": "fixed", "length_mean": 4, "load_seconds": 2.0},
+            },
+        }
+    )
+    engine = create_engine(config, "w0", clock=time.clock, sleep=time.sleep)
+    assert (engine.name, engine.capacity, engine.max_model_len) == ("emulated", 8, 50)
+    with pytest.raises(DoraError, match="never started"):
+        engine.add(request("a"))
+    with pytest.raises(WeightsError, match=r"config\.json"):
+        engine.restart(tmp_path, 4)
+    (tmp_path / "config.json").write_text('{"vocab_size": 32}')
+    engine.restart(tmp_path, 4)
+    assert (engine.version, engine.vocabulary) == (4, 32)
+    assert time.now == pytest.approx(102.0)
+    assert engine.score([3, 4]) == [-math.log(32)]

@@ -369,11 +369,6 @@ class Config(Section):
         return self.run.directory / self.run.name
 
     @property
-    def weights_url(self) -> str:
-        """URL of the weight store."""
-        return self.weights.store or f"file://{(self.run_directory / 'weights').absolute()}"
-
-    @property
     def max_model_len(self) -> int:
         """Longest sequence in tokens that the engine must hold."""
         return self.rollout.max_model_len or (

@@ -174,14 +174,10 @@ def plan(
             planner.admissions.append(Admit(group_id, ordinal, newest))
             for sample in range(group_size):
                 planner.start(worker, Unplaced(group_id, sample, newest, ordinal, "train", 0))
-    return Plan(
-        tuple(planner.admissions), tuple(planner.starts), tuple(planner.switches.values())
-    )
+    return Plan(tuple(planner.admissions), tuple(planner.starts), tuple(planner.switches.values()))
 
 
-def due_evaluations(
-    *, opened: int, newest: int, every: int, last: int
-) -> list[int]:
+def due_evaluations(*, opened: int, newest: int, every: int, last: int) -> list[int]:
     """Versions in (opened, newest] that are to be evaluated, oldest first.
 
     `opened` is the newest version with an admission in the journal (-1: none): admissions have

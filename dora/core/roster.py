@@ -100,9 +100,13 @@ class Roster:
                 member.holds.add(command.trajectory_id)
         elif command.kind == "yield":
             self._drop(command.trajectory_id)
-        elif command.kind == "switch" and member is not None and current:
-            if member.status.version != command.policy_version:
-                member.switching_to = command.policy_version
+        elif (
+            command.kind == "switch"
+            and member is not None
+            and current
+            and member.status.version != command.policy_version
+        ):
+            member.switching_to = command.policy_version
 
     def seen_attempt(self, trajectory_id: str, attempt: int) -> None:
         """Notes an attempt number that the log shows, so that the next one is higher."""

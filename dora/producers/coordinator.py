@@ -1,9 +1,10 @@
 """The coordinator: decides what starts where, and when workers switch version.
 
 Invariant: it holds no state of its own. Everything it knows is folded from the log, and a decision
-takes effect only when the transaction that carries it commits: admissions (journal) and the commands
-that follow from them become visible together or not at all. A second coordinator fences the first
-through the transactional id, so that the journal has one writer and its versions never decrease.
+takes effect only when the transaction that carries it commits: admissions (journal) and the
+commands that follow from them become visible together or not at all. A second coordinator fences
+the first through the transactional id, so that the journal has one writer and its versions never
+decrease.
 """
 
 import json
@@ -18,11 +19,11 @@ from collections.abc import Callable
 from dora.bus.reader import LogReader, Message
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
-from dora.bus.transactions import TransactionalWriter
+from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
 from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.core.identity import differences
-from dora.core.placement import Plan, Unplaced, due_evaluations, plan
+from dora.core.placement import Unplaced, due_evaluations, plan
 from dora.core.ring import (
     eval_group_id,
     parse_trajectory_id,
@@ -251,32 +252,37 @@ class Coordinator:
         )
 
     def _decide(self) -> None:
-        now = self._clock()
-        for identity in self._roster.lost(now):
+        """One tick: what is lost, what is due, who does it; in one transaction."""
+        for identity in self._roster.lost(self._clock()):
             self._release(identity)
-        if self._state.newest < 0:
+        if self._state.newest < 0 or self._stop_sent_at is not None:
             return
-        records: list[Record] = [
-            self._records.command(zombie, "stop", reason=f"another {zombie.process} took its place")
-            for zombie in self._zombies.values()
-        ]
-        self._zombies.clear()
-        records += self._admit_evaluations()
         complete = self._state.newest >= self._config.trainer.steps
-        if complete:
-            records += self._wind_down(now)
-        decided = plan(
-            self._roster.views(),
-            list(self._unplaced.values()),
-            newest=self._state.newest,
-            admissible=0 if complete or records else self._admissible(),
-            next_ordinal=self._state.next_ordinal,
-            group_size=self._config.window.group_size,
-        )
-        if self._stop_sent_at is None:
-            records += self._planned(decided)
-        if records:
+        records: list[Record] = [
+            self._records.command(z, "stop", reason=f"another {z.process} took its place")
+            for z in self._zombies.values()
+        ]
+        evaluations = self._evaluations_due()
+        records += evaluations
+        yields = self._yields() if complete and not self._yielded else []
+        records += yields
+        stops = self._stops() if complete and not records else []
+        records += stops
+        if not stops:
+            admissible = 0 if complete or evaluations else self._admissible()
+            records += self._planned(admissible)
+        if not records:
+            self._yielded = self._yielded or complete
+            return
+        try:
             self._commit(records)
+        except TransactionAbortedError as error:
+            log.warning("nothing of this tick took effect: %s", error)
+            return
+        self._zombies.clear()
+        self._yielded = self._yielded or complete
+        if stops:
+            self._stop_sent_at = self._clock()
 
     def _admissible(self) -> int:
         """Groups that the window, and what is left of the run, let start now."""
@@ -288,54 +294,49 @@ class Coordinator:
             count += 1
         return count
 
-    def _admit_evaluations(self) -> list[Record]:
+    def _evaluations_due(self) -> list[Record]:
         evaluation = self._config.evaluation
-        records: list[Record] = []
         due = due_evaluations(
             opened=self._opened,
             newest=self._state.newest,
             every=evaluation.every,
             last=self._config.trainer.steps,
         )
-        for version in due:
-            for ordinal in range(evaluation.prompts):
-                group_id = eval_group_id(version, ordinal)
-                records.append(self._records.admission(group_id, ordinal, version, 1, "eval"))
-                self._unplaced[trajectory_id(group_id, 0)] = Unplaced(
-                    group_id, 0, version, ordinal, "eval", 0
-                )
+        return [
+            self._records.admission(eval_group_id(version, ordinal), ordinal, version, 1, "eval")
+            for version in due
+            for ordinal in range(evaluation.prompts)
+        ]
+
+    def _yields(self) -> list[Record]:
+        """After the last step: takes back what nobody will train any more."""
+        for identity in [i for i, work in self._unplaced.items() if work.purpose == "train"]:
+            del self._unplaced[identity]
+        records: list[Record] = []
+        for member in self._roster.members():
+            for identity in sorted(member.holds):
+                group = self._state.groups.get(parse_trajectory_id(identity)[0])
+                hold = self._roster.held(identity)
+                if group is not None and group.purpose == "train" and hold is not None:
+                    records.append(
+                        self._records.command(
+                            member.status, "yield", trajectory_id=identity, attempt=hold.attempt,
+                            reason="the run is complete",
+                        )
+                    )  # fmt: skip
         return records
 
-    def _wind_down(self, now: float) -> list[Record]:
-        """After the last step: hand back what nobody will train, evaluate, then stop."""
-        records: list[Record] = []
+    def _stops(self) -> list[Record]:
+        """Tells the workers to end, once the last version is evaluated."""
         steps = self._config.trainer.steps
-        if not self._yielded:
-            self._yielded = True
-            for identity in [i for i, work in self._unplaced.items() if work.purpose == "train"]:
-                del self._unplaced[identity]
-            for member in self._roster.members():
-                for identity in sorted(member.holds):
-                    hold = self._roster.held(identity)
-                    if identity.startswith("g") and hold is not None:
-                        records.append(
-                            self._records.command(
-                                member.status, "yield", trajectory_id=identity,
-                                attempt=hold.attempt, reason="the run is complete",
-                            )
-                        )  # fmt: skip
         tally = self._state.evaluations.get(steps)
-        evaluated = self._config.evaluation.prompts == 0 or (
-            tally is not None and tally.finished >= tally.admitted > 0
-        )
-        if evaluated and not records and self._stop_sent_at is None:
-            self._stop_sent_at = now
-            records += [
-                self._records.command(member.status, "stop", reason="the run is complete")
-                for member in self._roster.members()
-                if member.status.state not in GONE
-            ]
-        return records
+        if self._config.evaluation.prompts and (tally is None or tally.finished < tally.admitted):
+            return []
+        return [
+            self._records.command(member.status, "stop", reason="the run is complete")
+            for member in self._roster.members()
+            if member.status.state not in GONE
+        ]
 
     def _done(self) -> bool:
         if self._stop_sent_at is None:
@@ -346,7 +347,15 @@ class Coordinator:
             log.warning("ending although %s did not confirm the stop", ", ".join(alive))
         return not alive or late
 
-    def _planned(self, decided: Plan) -> list[Record]:
+    def _planned(self, admissible: int) -> list[Record]:
+        decided = plan(
+            self._roster.views(),
+            list(self._unplaced.values()),
+            newest=self._state.newest,
+            admissible=admissible,
+            next_ordinal=self._state.next_ordinal,
+            group_size=self._config.window.group_size,
+        )
         addressees = {member.status.process: member.status for member in self._roster.members()}
         return self._records.of_plan(decided, addressees)
 
@@ -359,15 +368,15 @@ class Coordinator:
                         topics.dispatch, record, key=record.group_id, partition=JOURNAL
                     )
                 elif isinstance(record, Command):
-                    index = worker_partition(
-                        record.worker, self._config.kafka.dispatch_partitions
-                    )
+                    index = worker_partition(record.worker, self._config.kafka.dispatch_partitions)
                     transaction.send(topics.dispatch, record, key=record.worker, partition=index)
         now = self._clock()
         for record in records:
             if isinstance(record, Admission):
                 self._state.admit(record)
                 self._opened = max(self._opened, record.policy_version)
+                if record.purpose == "eval":
+                    self._release(trajectory_id(record.group_id, 0))
             elif isinstance(record, Command):
                 self._roster.sent(record, now)
                 if record.kind == "start":

@@ -1,8 +1,8 @@
 """One attempt at a trajectory, from its start command to its record.
 
-Invariant: the chunks of an attempt, in sequence, hold exactly the generated tokens of its trajectory
-record, each token once, with the log-probability under which it was sampled, and all are of the one
-policy version that the attempt was started with (C1).
+Invariant: the chunks of an attempt, in sequence, hold exactly the generated tokens of its
+trajectory record, each token once, with the log-probability under which it was sampled, and all are
+of the one policy version that the attempt was started with (C1).
 """
 
 import zlib

@@ -31,18 +31,22 @@ class Installed:
 
 
 class Installer:
-    """Fetches, verifies and applies versions to one engine."""
+    """Fetches, verifies and applies versions to one engine, which the first version brings up."""
+
+    engine: Engine | None
+    """The engine; None before the first version is installed."""
 
     def __init__(
         self,
-        engine: Engine,
+        make_engine: Callable[[Path, int], Engine],
         store: WeightStore,
         cache: Path,
         *,
         tolerance: float,
         clock: Callable[[], float],
     ) -> None:
-        self._engine = engine
+        self.engine = None
+        self._make_engine = make_engine
         self._store = store
         self._cache = cache
         self._tolerance = tolerance
@@ -56,12 +60,16 @@ class Installer:
         """
         started = self._clock()
         directory = self._store.fetch(policy, self._cache)
-        fresh = self._engine.version is None
-        if fresh:
-            self._engine.restart(directory, policy.version)
+        engine, fresh = self.engine, False
+        if engine is None:
+            engine, fresh = self._make_engine(directory, policy.version), True
+            self.engine = engine
+        elif engine.version is None:
+            engine.restart(directory, policy.version)
+            fresh = True
         else:
-            self._engine.load(directory, policy.version)
-        result = self._canary(policy)
+            engine.load(directory, policy.version)
+        result = self._canary(engine, policy)
         if not result.passed and not fresh:
             log.warning(
                 "version %d: canary differs by %.4f nats after the update (tolerance %.4f), "
@@ -71,8 +79,8 @@ class Installer:
                 self._tolerance,
             )
             fresh = True
-            self._engine.restart(directory, policy.version)
-            result = self._canary(policy)
+            engine.restart(directory, policy.version)
+            result = self._canary(engine, policy)
         if not result.passed:
             raise CanaryError(
                 f"version {policy.version}: the engine's canary log-probabilities differ from the "
@@ -84,7 +92,12 @@ class Installer:
             )
         return Installed(policy.version, self._clock() - started, result, fresh)
 
-    def _canary(self, policy: Policy) -> CanaryResult:
+    def close(self) -> None:
+        """Ends the engine."""
+        if self.engine is not None:
+            self.engine.close()
+
+    def _canary(self, engine: Engine, policy: Policy) -> CanaryResult:
         tokens = unpack_tokens(policy.canary_token_ids).tolist()
         expected = unpack_logprobs(policy.canary_logprobs).tolist()
-        return check(self._engine.score(tokens), expected, self._tolerance)
+        return check(engine.score(tokens), expected, self._tolerance)

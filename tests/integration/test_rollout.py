@@ -1,0 +1,462 @@
+"""Coordinator and rollout workers over a real Kafka, with the emulated engine.
+
+The test plays the trainer: it writes the ledger and the policies.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dora.bus.reader import LogReader
+from dora.bus.settings import ClusterSettings, cluster_settings
+from dora.bus.topics import RunTopics, TopicAdmin, topic_plan
+from dora.bus.transactions import TransactionalWriter
+from dora.bus.writer import LogWriter
+from dora.config import Config
+from dora.core.ring import slot
+from dora.core.state import RunState, finished_facts
+from dora.core.window import Window
+from dora.errors import FencedError, RunError
+from dora.producers.claim import claim_worker_id
+from dora.producers.coordinator import Coordinator
+from dora.producers.emulated_scoring import EmulatedScorer
+from dora.producers.engines import Engine, create_engine
+from dora.producers.engines.base import Delta, Request
+from dora.producers.engines.emulated import EmulatedEngine, EmulatedSpec
+from dora.producers.installation import Installer
+from dora.producers.scoring import Scored
+from dora.producers.tasks.base import Prompt, Purpose, Task
+from dora.producers.worker import Worker
+from dora.schemas.records import (
+    Admission,
+    Chunk,
+    Command,
+    DeadLetter,
+    GroupRef,
+    Policy,
+    Record,
+    RunStarted,
+    SampleRef,
+    Status,
+    Step,
+    Trajectory,
+)
+from dora.weights.store import WeightStore
+
+DEADLINE = 30.0
+VOCABULARY = 40
+STOP = 39
+
+
+class CountingTask(Task):
+    """Prompts that are their ordinal."""
+
+    def _prompt(self, ordinal: int, purpose: Purpose) -> Prompt:
+        return Prompt(ordinal, str(ordinal), (1, 2, ordinal % 10), {"ordinal": ordinal})
+
+
+class PlainTokenizer:
+    """Text is the token ids."""
+
+    def decode(self, token_ids: list[int], *, special_tokens: bool = False) -> str:
+        return " ".join(map(str, token_ids))
+
+
+class Cluster:
+    """A run's topics, and what a test wants to know and say on them."""
+
+    def __init__(self, config: Config, tmp: Path) -> None:
+        self.config = config
+        self.tmp = tmp
+        self.settings: ClusterSettings = cluster_settings(config.kafka)
+        self.topics = RunTopics(config.run.name)
+        admin = TopicAdmin(self.settings)
+        admin.create(topic_plan(config))
+        admin.close()
+        self.trainer = TransactionalWriter(
+            self.settings, f"{config.run.name}.trainer", client_id="trainer",
+            transaction_timeout=30,
+        )  # fmt: skip
+        self.reader = LogReader(self.settings, client_id="test")
+        plan = {spec.name: spec.partitions for spec in topic_plan(config)}
+        self.reader.assign({(name, p): -2 for name, count in plan.items() for p in range(count)})
+        self.seen: list[tuple[str, int, int, Record]] = []
+        self.state = RunState(
+            Window(config.window.max_staleness, config.window.groups_per_step),
+            config.window.group_size,
+        )
+        self.sequence = 0
+
+    def all(self, kind: type[Record]) -> list[Record]:
+        return [record for *_, record in self.seen if isinstance(record, kind)]
+
+    def read(self) -> None:
+        for message in self.reader.poll(timeout=0.05):
+            value = message.value
+            assert not hasattr(value, "payload") or isinstance(value, DeadLetter)
+            self.seen.append((message.topic, message.partition, message.offset, value))
+            match value:
+                case Admission():
+                    self.state.admit(value)
+                case Trajectory():
+                    self.state.finish(finished_facts(value, message.partition, message.offset))
+                case Step():
+                    self.state.commit(value)
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {DEADLINE} s for {what}"
+            self.read()
+
+    def policy(self, version: int) -> Policy:
+        slots = ()
+        return Policy(
+            self.config.run.name, version, "full", f"file:///store/v{version}", (), "c",
+            b"\x01\0\0\0\x02\0\0\0", b"\0\0\0\0", slots, 0,
+        )  # fmt: skip
+
+    def begin(self) -> None:
+        config = self.config
+        started = RunStarted(
+            config.run.name, "id", "0", json.dumps(config.identity()),
+            config.window.max_staleness, config.window.groups_per_step, config.window.group_size,
+            config.window.ring, config.kafka.lanes, "cluster", {}, 0,
+        )  # fmt: skip
+        with self.trainer.transaction() as transaction:
+            transaction.send(self.topics.steps, started, key="ledger")
+            transaction.send(self.topics.policies, self.policy(0), key="0")
+
+    def train_step(self) -> None:
+        """Commits a step with the oldest complete groups."""
+        batch = self.state.complete_groups()[: self.config.window.groups_per_step]
+        refs = tuple(
+            GroupRef(
+                g.group_id, g.ordinal, g.version,
+                tuple(
+                    SampleRef(s, g.samples[s].attempt, g.samples[s].partition, g.samples[s].offset)
+                    for s in sorted(g.samples)
+                ),
+            )
+            for g in batch
+        )  # fmt: skip
+        version = max(self.state.newest, 0)
+        step = Step(
+            self.config.run.name, "step", self.sequence, version, version + 1, refs, (), {}, "c",
+            None, "trainer", 0,
+        )  # fmt: skip
+        self.sequence += 1
+        with self.trainer.transaction() as transaction:
+            transaction.send(self.topics.steps, step, key="ledger")
+            transaction.send(self.topics.policies, self.policy(version + 1), key=str(version + 1))
+
+    def close(self) -> None:
+        self.reader.close()
+        self.trainer.close()
+
+
+class LocalStore(WeightStore):
+    """The emulated engine reads no weights; there is nothing to fetch."""
+
+    def fetch(self, policy: Policy, cache: Path) -> Path:
+        return cache
+
+
+@contextmanager
+def running(target: Callable[[threading.Event], None]) -> Iterator[threading.Event]:
+    """Runs `target(stop)` in a thread; its error, if any, is raised at the end."""
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            target(stop)
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield stop
+    finally:
+        stop.set()
+        thread.join(DEADLINE)
+        # what a part died of explains more than what the test missed
+        if errors:
+            raise errors[0]
+    assert not thread.is_alive()
+
+
+def worker(
+    cluster: Cluster, name: str, *, engine: Callable[[], Engine] | None = None, scorer=None
+) -> Worker:
+    config = cluster.config
+
+    def make(directory: Path, version: int) -> Engine:
+        if engine is not None:
+            made = engine()
+            made.load(directory, version)
+            return made
+        return create_engine(
+            config.rollout, directory, version, max_model_len=64, vocabulary=VOCABULARY
+        )
+
+    installer = Installer(
+        make, LocalStore(str(cluster.tmp)), cluster.tmp, tolerance=float("inf"),
+        clock=time.monotonic,
+    )  # fmt: skip
+    return Worker(
+        config, cluster.settings, name, installer=installer, task=CountingTask("counting"),
+        tokenizer=PlainTokenizer(), scorer=scorer or EmulatedScorer(0.5), stop_token_ids=(STOP,),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def config(kafka, run_name: str) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"name": run_name},
+            "policy": {"model": "none"},
+            "task": {"kind": "reasoning-gym", "name": "spell_backward", "max_prompt_tokens": 8},
+            "window": {"max_staleness": 1, "groups_per_step": 4, "group_size": 2},
+            "trainer": {"steps": 6},
+            "rollout": {
+                "engine": "emulated", "capacity": 8, "max_new_tokens": 32, "chunk_tokens": 4,
+                "heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": 2.0,
+                "emulated": {"time_scale": 0.05, "length_mean": 12, "load_seconds": 0.1},
+            },
+            "kafka": {"bootstrap_servers": kafka.bootstrap_servers},
+            "evaluation": {"prompts": 5},
+        }
+    )  # fmt: skip
+
+
+@pytest.fixture
+def cluster(config: Config, tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(config, tmp_path)
+    yield made
+    made.close()
+
+
+def coordinate(cluster: Cluster) -> Callable[[threading.Event], None]:
+    return lambda stop: Coordinator(cluster.config, cluster.settings).run(stop)
+
+
+def work(cluster: Cluster, name: str, **kwargs: object) -> Callable[[threading.Event], None]:
+    return lambda stop: worker(cluster, name, **kwargs).run(stop)
+
+
+def check_log(cluster: Cluster) -> None:
+    """What must hold of any log that coordinator and workers wrote."""
+    config = cluster.config
+    admissions = cluster.all(Admission)
+    ordinals = [a.ordinal for a in admissions if a.purpose == "train"]
+    assert ordinals == list(range(len(ordinals))), "prompts are neither skipped nor repeated"
+    versions = [a.policy_version for a in admissions]
+    assert versions == sorted(versions)
+    by_group = {a.group_id: a for a in admissions}
+    chunks: dict[tuple[str, int], list[Chunk]] = {}
+    for topic, part, _, record in cluster.seen:
+        if isinstance(record, Chunk | Trajectory):
+            assert record.policy_version == by_group[record.group_id].policy_version
+            assert part // config.kafka.lanes == slot(record.policy_version, config.window.ring)
+        if isinstance(record, Chunk):
+            chunks.setdefault((record.trajectory_id, record.attempt), []).append(record)
+            assert topic == cluster.topics.chunks
+    for record in cluster.all(Trajectory):
+        parts = chunks[(record.trajectory_id, record.attempt)]
+        assert [c.sequence for c in parts] == list(range(record.chunks))
+        generated = b"".join(c.token_ids for c in parts)
+        assert record.token_ids.endswith(generated) and len(generated) == 4 * len(
+            record.mask.strip(b"\0")
+        )
+
+
+def test_a_whole_run_is_generated_evaluated_and_ended(cluster: Cluster) -> None:
+    with ExitStack() as stack:
+        stack.enter_context(running(coordinate(cluster)))
+        stack.enter_context(running(work(cluster, "w0")))
+        stack.enter_context(running(work(cluster, "w1")))
+        cluster.begin()
+        for version in range(cluster.config.trainer.steps):
+            cluster.until(
+                lambda: len(cluster.state.complete_groups()) >= 4, f"a batch at version {version}"
+            )
+            assert cluster.state.outstanding_total <= 8
+            cluster.train_step()
+            cluster.until(lambda v=version: cluster.state.newest == v + 1, "the step")
+        cluster.until(
+            lambda: {
+                s.process for s in cluster.all(Status) if s.state == "stopped"
+            } == {"w0", "w1", "coordinator"},
+            "everybody to stop",
+        )  # fmt: skip
+    check_log(cluster)
+    trained = {g.group_id for s in cluster.all(Step) for g in s.trained}
+    started = {a.group_id for a in cluster.all(Admission) if a.purpose == "train"}
+    assert len(trained) == 24 and started == trained, "nothing is started that nobody trains"
+    evaluated = [a.policy_version for a in cluster.all(Admission) if a.purpose == "eval"]
+    assert evaluated == [0] * 5 + [6] * 5
+    assert {t.policy_version for t in cluster.all(Trajectory) if t.purpose == "eval"} == {0, 6}
+
+
+def test_a_restarted_coordinator_starts_no_group_twice_and_forgets_none(cluster: Cluster) -> None:
+    with running(work(cluster, "w0")), running(work(cluster, "w1")):
+        cluster.begin()
+        for round_ in range(3):
+            with running(coordinate(cluster)):
+                cluster.until(
+                    lambda: len(cluster.state.complete_groups()) >= 4, f"a batch in round {round_}"
+                )
+            cluster.train_step()
+            cluster.until(lambda r=round_: cluster.state.newest == r + 1, "the step")
+        with running(coordinate(cluster)):
+            cluster.until(lambda: len(cluster.state.complete_groups()) >= 8, "a full window")
+    check_log(cluster)
+    assert len(cluster.state.complete_groups()) == 8
+
+
+def test_a_second_coordinator_fences_the_first(cluster: Cluster) -> None:
+    cluster.begin()
+    with running(work(cluster, "w0")):
+        with pytest.raises(FencedError, match="coordinator"), running(coordinate(cluster)):
+            cluster.until(lambda: cluster.state.complete_groups(), "a first group")
+            with running(coordinate(cluster)):
+                cluster.until(lambda: len(cluster.state.complete_groups()) >= 4, "a batch")
+                cluster.train_step()
+                # the first one learns of it with its next decision, which a new version calls for
+                cluster.until(lambda: len(cluster.state.complete_groups()) >= 8, "a full window")
+    check_log(cluster)
+
+
+def test_what_a_lost_worker_held_is_generated_by_another_as_a_new_attempt(
+    cluster: Cluster,
+) -> None:
+    class Frozen(EmulatedEngine):
+        """Takes requests and never answers."""
+
+        def step(self) -> list[Delta]:
+            return []
+
+    def frozen() -> Engine:
+        return Frozen(EmulatedSpec(load_seconds=0), vocabulary=40, capacity=8, max_model_len=64)
+
+    cluster.begin()
+    with running(coordinate(cluster)):
+        with running(work(cluster, "w0", engine=frozen)):
+            cluster.until(
+                lambda: [s for s in cluster.all(Status) if s.process == "w0" and s.running],
+                "the first worker to take work",
+            )
+        with running(work(cluster, "w1")):
+            cluster.until(lambda: len(cluster.state.complete_groups()) >= 8, "a full window")
+    check_log(cluster)
+    attempts = {t.attempt for t in cluster.all(Trajectory)}
+    assert 1 in attempts, "what the first worker held was started again"
+    assert {t.worker for t in cluster.all(Trajectory)} == {"w1"}
+
+
+def test_a_failed_request_sets_its_group_aside_and_nothing_else(cluster: Cluster) -> None:
+    class Choosy(EmulatedEngine):
+        """Cannot generate g1/0."""
+
+        def __init__(self) -> None:
+            super().__init__(
+                EmulatedSpec(load_seconds=0, time_scale=0, length_mean=5),
+                vocabulary=40, capacity=8, max_model_len=64,
+            )  # fmt: skip
+            self.told: list[Delta] = []
+
+        def add(self, request: Request) -> None:
+            if request.request_id == "g1/0":
+                self.told.append(Delta("g1/0", finish_reason="error", error="NaN logits"))
+            else:
+                super().add(request)
+
+        def step(self) -> list[Delta]:
+            told, self.told = self.told, []
+            return told + super().step()
+
+    cluster.begin()
+    with running(coordinate(cluster)), running(work(cluster, "w0", engine=Choosy)):
+        cluster.until(lambda: len(cluster.state.complete_groups()) >= 8, "a full window")
+    check_failed = [g for g in cluster.state.complete_groups() if g.failure]
+    assert [g.group_id for g in check_failed] == ["g1"]
+    assert "NaN logits" in (check_failed[0].failure or "")
+    letters = cluster.all(DeadLetter)
+    assert [(d.code, d.trajectory_id) for d in letters] == [("generation_failed", "g1/0")]
+
+
+def test_a_verifier_failure_goes_to_dead_letters_with_its_reason(cluster: Cluster) -> None:
+    class Failing(EmulatedScorer):
+        def poll(self) -> list[Scored]:
+            return [
+                replace(s, reward=None, error_code="verifier_raised", error="ValueError: no")
+                if s.key == "g0/1"
+                else s
+                for s in super().poll()
+            ]
+
+    cluster.begin()
+    with running(coordinate(cluster)), running(work(cluster, "w0", scorer=Failing(0.5))):
+        cluster.until(lambda: len(cluster.state.complete_groups()) >= 8, "a full window")
+        cluster.until(lambda: cluster.all(DeadLetter), "the dead letter")
+    failed = [g for g in cluster.state.complete_groups() if g.failure]
+    assert [g.group_id for g in failed] == ["g0"]
+    assert [d.code for d in cluster.all(DeadLetter)] == ["verifier_raised"]
+
+
+def test_a_worker_id_in_use_is_refused_and_a_free_one_is_not(cluster: Cluster) -> None:
+    run = cluster.config.run.name
+    with running(work(cluster, "w0")):
+        cluster.until(lambda: cluster.all(Status), "the first worker to speak")
+        with pytest.raises(RunError, match="worker id w0 is in use by process"):
+            claim_worker_id(cluster.settings, run, "w0", heartbeat_seconds=0.5)
+        claim_worker_id(cluster.settings, run, "w1", heartbeat_seconds=0.5)
+    claim_worker_id(cluster.settings, run, "w0", heartbeat_seconds=0.5)
+
+
+def test_the_id_of_a_worker_that_died_without_a_word_comes_free(cluster: Cluster) -> None:
+    writer = LogWriter(cluster.settings, client_id="dead")
+    run = cluster.config.run.name
+    writer.send(cluster.topics.workers, Status(run, "w0", "rollout", "dead", "ready", 0), key="w0")
+    writer.close()
+    claim_worker_id(cluster.settings, run, "w0", heartbeat_seconds=0.2)
+
+
+def test_a_coordinator_with_another_configuration_is_refused(cluster: Cluster) -> None:
+    cluster.begin()
+    changed = cluster.config.model_copy(
+        update={"window": cluster.config.window.model_copy(update={"groups_per_step": 2})}
+    )
+    with pytest.raises(RunError, match="window.groups_per_step: recorded 4, given 2"):
+        Coordinator(changed, cluster.settings).run(threading.Event())
+
+
+def test_a_start_for_another_version_than_the_hosted_one_is_refused(cluster: Cluster) -> None:
+    cluster.begin()
+    with running(work(cluster, "w0")):
+        cluster.until(lambda: cluster.all(Status), "the worker to speak")
+        status = cluster.all(Status)[-1]
+        assert isinstance(status, Status)
+        writer = LogWriter(cluster.settings, client_id="test")
+        from dora.core.ring import worker_partition
+
+        writer.send(
+            cluster.topics.dispatch,
+            Command(
+                cluster.config.run.name, "w0", status.incarnation, "start", 0,
+                trajectory_id="g0/0", group_id="g0", policy_version=7, ordinal=0,
+            ),
+            key="w0",
+            partition=worker_partition("w0", cluster.config.kafka.dispatch_partitions),
+        )  # fmt: skip
+        writer.close()
+        cluster.until(lambda: cluster.all(DeadLetter), "the refusal")
+    assert [d.code for d in cluster.all(DeadLetter)] == ["wrong_version"]

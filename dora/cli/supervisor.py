@@ -148,7 +148,7 @@ class Supervisor:
             try:
                 child.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self._on_event(f"{child.spec.name} did not stop within {grace:.0f} s: killed")
+                self._on_event(f"{child.spec.name} did not stop within {grace:g} s: killed")
                 _signal(child, signal.SIGKILL)
                 child.process.wait()
             child.state = "done" if child.process.returncode == 0 else "stopped"

@@ -1,0 +1,192 @@
+"""Children of `dora run`: restarted when they die, never left behind."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dora.cli.supervisor import ChildSpec, SupervisionError, Supervisor
+
+DEADLINE = 30.0
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < end, f"waited {DEADLINE:.0f} s for {what}"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Case:
+    """A supervisor over Python programs; its clock jumps, so that no restart delay is waited."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.events: list[str] = []
+        self.finished: Callable[[str], bool] = lambda name: True
+
+    def start(self, *programs: str, max_restarts: int = 5) -> Supervisor:
+        specs = [
+            ChildSpec(f"p{i}", (sys.executable, "-S", "-c", textwrap.dedent(program)))
+            for i, program in enumerate(programs)
+        ]
+        ticks = itertools.count(step=100)
+        supervisor = Supervisor(
+            specs,
+            self.directory / "logs",
+            max_restarts=max_restarts,
+            on_event=self.events.append,
+            finished=lambda name: self.finished(name),
+            clock=lambda: float(next(ticks)),
+        )
+        supervisor.start()
+        return supervisor
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+def poll_until(supervisor: Supervisor, condition: Callable[[], bool]) -> None:
+    def step() -> bool:
+        supervisor.poll()
+        return condition()
+
+    wait_for(step, "the supervisor")
+
+
+def failure(supervisor: Supervisor) -> str:
+    with pytest.raises(SupervisionError) as caught:
+        poll_until(supervisor, lambda: False)
+    return str(caught.value)
+
+
+def test_a_child_that_dies_is_started_again_until_it_is_done(case: Case) -> None:
+    counter = case.directory / "count"
+    supervisor = case.start(
+        f"""
+        import os
+        path = {str(counter)!r}
+        with open(path, "a") as file: file.write("x")
+        size = os.path.getsize(path)
+        if size == 1: os.kill(os.getpid(), 9)
+        raise SystemExit(1 if size == 2 else 0)
+        """
+    )
+    poll_until(supervisor, lambda: supervisor.done("p0"))
+    assert counter.read_text() == "xxx"
+    assert supervisor.views()[0].restarts == 2
+    told = "\n".join(case.events)
+    assert "signal SIGKILL" in told and "exit code 1" in told and "p0 is done" in told
+
+
+def test_when_the_restarts_are_used_up_the_log_is_shown(case: Case) -> None:
+    supervisor = case.start("print('the reason'); raise SystemExit(1)", max_restarts=2)
+    message = failure(supervisor)
+    assert "2 restarts of run.max_restarts are used up" in message
+    assert "the reason" in message
+    assert supervisor.log_path("p0").read_text().count("the reason") == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(2, "cannot run with this configuration"), (4, "was fenced")]
+)
+def test_a_child_that_would_only_fail_again_is_not_started_again(
+    case: Case, code: int, expected: str
+) -> None:
+    supervisor = case.start(f"print('why'); raise SystemExit({code})")
+    message = failure(supervisor)
+    assert expected in message and "why" in message
+    assert supervisor.views()[0].restarts == 0
+
+
+def test_a_child_that_ends_before_the_run_is_complete_is_started_again(case: Case) -> None:
+    answers = iter([False, True])
+    case.finished = lambda name: next(answers)
+    supervisor = case.start("")
+    poll_until(supervisor, lambda: supervisor.done("p0"))
+    assert supervisor.views()[0].restarts == 1
+
+
+def test_stop_ends_willing_children_and_kills_stubborn_ones(case: Case) -> None:
+    ready = [case.directory / "a", case.directory / "b"]
+    program = """
+        import os, pathlib, signal, time
+        signal.signal(signal.SIGTERM, {handler})
+        pathlib.Path({path!r}).touch()
+        while True: time.sleep(60)
+        """
+    supervisor = case.start(
+        program.format(handler="lambda *_: os._exit(0)", path=str(ready[0])),
+        program.format(handler="signal.SIG_IGN", path=str(ready[1])),
+    )
+    pids = [view.pid for view in supervisor.views()]
+    wait_for(lambda: all(path.exists() for path in ready), "the children")
+    supervisor.stop(grace=0.5)
+    assert not any(pid is not None and alive(pid) for pid in pids)
+    assert [view.state for view in supervisor.views()] == ["done", "stopped"]
+    assert "p1 did not stop within 0.5 s: killed" in case.events
+
+
+def test_what_a_crashed_child_had_started_is_cleaned_up(case: Case) -> None:
+    note = case.directory / "grandchild"
+    supervisor = case.start(
+        f"""
+        import os, pathlib, subprocess, sys
+        child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+        pathlib.Path({str(note)!r}).write_text(str(child.pid))
+        os.kill(os.getpid(), 9)
+        """,
+        max_restarts=0,
+    )
+    failure(supervisor)
+    wait_for(lambda: not alive(int(note.read_text())), "the grandchild to end")
+
+
+def test_children_end_with_a_killed_supervisor(tmp_path: Path) -> None:
+    note = tmp_path / "child"
+    child = f"""
+        import os, pathlib, time
+        from dora.cli.lifeline import follow_supervisor
+        follow_supervisor()
+        pathlib.Path({str(note)!r}).write_text(str(os.getpid()))
+        while True: time.sleep(60)
+        """
+    program = f"""
+        import pathlib, sys, textwrap, time
+        from dora.cli.supervisor import ChildSpec, Supervisor
+        spec = ChildSpec("p", (sys.executable, "-c", textwrap.dedent({child!r})))
+        supervisor = Supervisor(
+            [spec], pathlib.Path({str(tmp_path)!r}), max_restarts=0, on_event=print
+        )
+        supervisor.start()
+        while True:
+            supervisor.poll()
+            time.sleep(0.05)
+        """
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
+    try:
+        wait_for(lambda: note.exists() and bool(note.read_text()), "the child to start")
+        pid = int(note.read_text())
+        assert alive(pid)
+        os.kill(parent.pid, signal.SIGKILL)
+        wait_for(lambda: not alive(pid), "the child to end")
+    finally:
+        parent.kill()
+        parent.wait()

@@ -6,7 +6,8 @@ stay in the denominators, so leaving them out changes nothing but the time it ta
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from dora.schemas.records import Trajectory, unpack_logprobs, unpack_tokens
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,23 +191,41 @@ def micro_batches(
     weights: Sequence[float] | None = None,
     indices: Sequence[int] | None = None,
 ) -> list[MicroBatch]:
-    """Cut `samples` (or those at `indices`) into micro-batches; samples without generated tokens
-    are left out. Without `weights`, all weights are 1 (for scoring)."""
-    chosen = [i for i in (range(len(samples)) if indices is None else indices)]
-    chosen = [i for i in chosen if samples[i].generated]
+    """Cut `samples` (or those at `indices`) into micro-batches of at most `budget` tokens.
+
+    Samples without generated tokens are left out. Without `weights`, all weights are 1 (scoring).
+    """
+    candidates = range(len(samples)) if indices is None else indices
+    chosen = [i for i in candidates if samples[i].generated]
     weights = [1.0] * len(samples) if weights is None else weights
     packed = pack([len(samples[i].token_ids) for i in chosen], budget)
     return [_assemble(samples, [chosen[i] for i in batch], weights) for batch in packed]
 
 
-def optimizer_batches(samples: Sequence[Sample], updates: int, group_size: int) -> list[list[int]]:
-    """Indices of each of the step's optimizer batches: whole groups, in order, in equal parts.
+def training_micro_batches(
+    samples: Sequence[Sample], settings: LossSection, budget: int, constant_length: int
+) -> list[MicroBatch]:
+    """Micro-batches of one optimizer batch: those samples that can have a gradient."""
+    weights = token_weights(samples, settings, constant_length)
+    indices = [i for i, sample in enumerate(samples) if contributes(sample, settings)]
+    return micro_batches(samples, budget, weights, indices)
 
-    `samples` holds complete groups one after another.
+
+def share_of_rank(batches: Sequence[MicroBatch], rank: int, world: int) -> list[MicroBatch]:
+    """The micro-batches of one of `world` ranks, equally many on each.
+
+    Where they do not divide, the last one is repeated without weight: collective operations need
+    every rank in every pass.
     """
-    per_update = len(samples) // updates
-    if per_update * updates != len(samples) or per_update % group_size:
-        raise ValueError(
-            f"{len(samples)} samples in groups of {group_size} do not divide into {updates} updates"
-        )
-    return [list(range(u * per_update, (u + 1) * per_update)) for u in range(updates)]
+    padded = list(batches)
+    while len(padded) % world:
+        padded.append(replace(batches[-1], weights=np.zeros_like(batches[-1].weights)))
+    return padded[rank::world]
+
+
+def split_groups(groups: Sequence[T], updates: int) -> list[list[T]]:
+    """The groups of each of a step's optimizer updates: equal parts, in order."""
+    size, rest = divmod(len(groups), updates)
+    if rest or not size:
+        raise ValueError(f"{len(groups)} groups do not divide into {updates} updates")
+    return [list(groups[u * size : (u + 1) * size]) for u in range(updates)]

@@ -1,0 +1,328 @@
+"""The learner: a policy model, its optimizer, and one training step.
+
+Invariant: in deterministic mode the weights after `update` depend only on the weights, optimizer
+state and update count before it and on the samples, bit for bit; and the model is changed by
+`update` and `load_checkpoint` alone.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dora.config import Config
+from dora.consumers import process
+from dora.consumers.batches import (
+    MicroBatch,
+    Sample,
+    micro_batches,
+    share_of_rank,
+    split_groups,
+    training_micro_batches,
+)
+from dora.consumers.losses import TokenTerms, policy_loss
+from dora.consumers.metrics import LearningSums, Mismatch, batch_metrics
+from dora.consumers.model import PolicyModel, load_model, model_inputs, untied
+from dora.consumers.schedule import learning_rate
+from dora.errors import PolicyError, WeightsError
+from dora.weights.tensors import weights_checksum
+
+Floats = npt.NDArray[np.float32]
+_TAG = "state"
+_COUNTS = "learner.json"
+
+
+def _nothing() -> None:
+    """Default of `progress`."""
+
+
+class Learner:
+    """One policy in training. Every rank makes one and calls its methods with equal arguments.
+
+    Parameters: `model_dir` holds the starting policy (PolicyError if it is unusable); `progress` is
+    called between micro-batches, for heartbeats during long steps.
+    """
+
+    def __init__(
+        self, model_dir: Path, config: Config, *, progress: Callable[[], None] = _nothing
+    ) -> None:
+        self._config = config
+        self._progress = progress
+        self._loss = config.trainer.loss
+        self._constant_length = self._loss.constant_length or config.rollout.max_new_tokens
+        self._deepspeed = process.prepare(config)
+        self._settings = process.deepspeed_settings(config)
+        self._plain = process.is_plain(self._settings)
+        self._stage = self._settings["zero_optimization"].get("stage", 0)
+        self._device = process.device()
+        self.rank = torch.distributed.get_rank()
+        self.world = torch.distributed.get_world_size()
+        model = load_model(model_dir, config)
+        self.vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+        policy = PolicyModel(model).to(self._device)
+        self._reference: PolicyModel | None = None
+        if self._loss.kl_coefficient > 0:
+            self._reference = PolicyModel(load_model(model_dir, config)).to(self._device)
+            self._reference.requires_grad_(False)
+        optimizer = torch.optim.AdamW(
+            policy.parameters(),
+            lr=config.trainer.optimizer.learning_rate,
+            betas=config.trainer.optimizer.betas,
+            eps=config.trainer.optimizer.eps,
+            weight_decay=config.trainer.optimizer.weight_decay,
+            fused=True,
+        )
+        self._engine, *_ = self._deepspeed.initialize(
+            model=policy, optimizer=optimizer, config=self._settings, dist_init_required=False
+        )
+        self.updates = 0
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return sum(
+            int(getattr(p, "ds_numel", p.numel())) for p in self._engine.module.parameters()
+        )
+
+    def update(
+        self, groups: Sequence[Sequence[Sample]], version: int, probes: Sequence[Sample] = ()
+    ) -> dict[str, float]:
+        """Train on one step's groups, in this order; returns the step's metrics.
+
+        `version` is the current policy version. The groups are split into
+        `trainer.updates_per_step` optimizer batches. Samples of the current version among them show
+        the mismatch between engine and trainer (`logprob_mismatch_*`); if the first optimizer batch
+        scores none, `probes`, further samples of the current version, are scored for it; if there
+        are none either, these metrics are left out. The difference over older samples, which holds
+        the drift of the policy too, is `logprob_drift_mean`. An optimizer batch in which no sample
+        can have a gradient leaves weights and optimizer state alone.
+        """
+        parts = [
+            [sample for group in part for sample in group]
+            for part in split_groups(groups, self._config.trainer.updates_per_step)
+        ]
+        plans = [
+            training_micro_batches(part, self._loss, self._budget, self._constant_length)
+            for part in parts
+        ]
+        shares = [share_of_rank(p, self.rank, self.world) if p else [] for p in plans]
+        proximal: list[list[torch.Tensor]] | None = None
+        if self._loss.importance_cap is not None and len(parts) > 1:
+            # The proximal policy is that of the step's start: score before the first update.
+            proximal = [[self._score(batch) for batch in share] for share in shares]
+        sums = LearningSums()
+        mismatch = Mismatch()
+        for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
+            rate = self._set_learning_rate()
+            observe = (part, version, mismatch) if index == 0 else None
+            if share:
+                norm = self._optimize(share, proximal[index] if proximal else None, sums, observe)
+                sums.norms.append(norm)
+            if index == 0 and not mismatch.current_tokens and probes:
+                self._probe(probes, mismatch)
+            self.updates += 1
+        samples = [sample for part in parts for sample in part]
+        metrics = batch_metrics(samples, version, self._config.task.success_threshold)
+        metrics["learning_rate"] = rate
+        self._reduce(sums, mismatch)
+        return metrics | sums.metrics(self._loss.kl_coefficient > 0) | mismatch.metrics()
+
+    @property
+    def _budget(self) -> int:
+        return self._config.trainer.max_tokens_per_micro_batch
+
+    def _set_learning_rate(self) -> float:
+        trainer = self._config.trainer
+        total = trainer.steps * trainer.updates_per_step
+        rate = learning_rate(trainer.optimizer, self.updates, total)
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _forward(self, module: Callable[..., torch.Tensor], batch: MicroBatch) -> torch.Tensor:
+        sampling = self._config.rollout
+        return module(
+            **model_inputs(batch, self._device),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+        )
+
+    def _score(self, batch: MicroBatch) -> torch.Tensor:
+        """Log-probabilities [N] under the current policy, without gradient."""
+        module = self._engine if self._stage == 3 else self._engine.module
+        with torch.no_grad():
+            scores = self._forward(module, batch)
+        self._progress()
+        return scores
+
+    def _terms(
+        self, batch: MicroBatch, logprobs: torch.Tensor, proximal: torch.Tensor | None
+    ) -> TokenTerms:
+        reference = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference = self._forward(self._reference, batch)
+        if self._loss.importance_cap is not None and proximal is None:
+            proximal = logprobs.detach()
+        as_tensor = torch.from_numpy
+        return TokenTerms(
+            behaviour=as_tensor(batch.behaviour).to(self._device),
+            advantages=as_tensor(batch.advantages).to(self._device),
+            weights=as_tensor(batch.weights).to(self._device),
+            sequences=as_tensor(batch.rows).to(self._device),
+            proximal=proximal,
+            reference=reference,
+        )
+
+    def _optimize(
+        self,
+        share: Sequence[MicroBatch],
+        proximal: Sequence[torch.Tensor] | None,
+        sums: LearningSums,
+        observe: tuple[Sequence[Sample], int, Mismatch] | None,
+    ) -> float:
+        """One optimizer update over this rank's micro-batches; returns the gradient norm."""
+        for index, batch in enumerate(share):
+            self._engine.set_gradient_accumulation_boundary(index == len(share) - 1)
+            logprobs = self._forward(self._engine, batch)
+            old = None if proximal is None else proximal[index]
+            parts = policy_loss(logprobs, self._terms(batch, logprobs, old), self._loss)
+            # DeepSpeed averages over ranks; the weights already hold the whole batch's denominator.
+            self._engine.backward(parts.loss * self.world if self.world > 1 else parts.loss)
+            if batch.weights.any():
+                sums.add(parts, logprobs.detach())
+                if observe is not None:
+                    mismatch_of(batch, logprobs.detach(), *observe)
+            self._progress()
+        norm = self._clip() if self._plain else 0.0
+        self._engine.step()
+        if not self._plain:
+            norm = float(self._engine.get_global_grad_norm() or 0.0)
+        return norm
+
+    def _clip(self) -> float:
+        parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
+        limit = self._config.trainer.optimizer.gradient_clip
+        return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+
+    def _probe(self, probes: Sequence[Sample], mismatch: Mismatch) -> None:
+        for batch in micro_batches(probes, self._budget):
+            mismatch.add_current(self._score(batch).cpu().numpy() - batch.behaviour)
+
+    def _reduce(self, sums: LearningSums, mismatch: Mismatch) -> None:
+        """Add up the ranks' sums and take their maxima."""
+        if self.world == 1:
+            return
+        largest = torch.tensor(mismatch.current_max, device=self._device)
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+        mismatch.current_max = float(largest)
+        for values in (sums, mismatch):
+            packed = torch.tensor(values.pack(), dtype=torch.float64, device=self._device)
+            torch.distributed.all_reduce(packed)
+            values.unpack(packed.tolist())
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        """Log-probabilities (nats) of each sample's generated tokens under the current policy,
+        temperature and truncation of the rollout included."""
+        result: list[Floats] = [np.zeros(0, dtype=np.float32) for _ in samples]
+        for batch in micro_batches(samples, self._budget):
+            scores = self._score(batch).float().cpu().numpy()
+            for row, index in enumerate(batch.samples):
+                result[index] = scores[batch.rows == row]
+        return result
+
+    def sequence_logprobs(self, token_ids: Sequence[int]) -> Floats:
+        """Plain log-probabilities [n - 1] (temperature 1, whole vocabulary) of each token after the
+        first: what the canary is compared with."""
+        tokens = torch.tensor([list(token_ids)], device=self._device)
+        count = len(token_ids) - 1
+        places = torch.arange(count, device=self._device)
+        module = self._engine if self._stage == 3 else self._engine.module
+        with torch.no_grad():
+            scores = module(
+                token_ids=tokens,
+                columns=places,
+                rows=torch.zeros_like(places),
+                column_index=places,
+                targets=tokens[0, 1:],
+                temperature=1.0,
+                top_p=1.0,
+                top_k=0,
+            )
+        return scores.float().cpu().numpy()  # type: ignore[no-any-return]
+
+    def export_state(self) -> dict[str, torch.Tensor]:
+        """The policy's tensors by their Hugging Face names, in `policy.dtype`, tied ones once.
+
+        Gathered to the CPU under ZeRO-3; otherwise these are the live tensors, not copies.
+        """
+        model = self._engine.module.model
+        dtype = getattr(torch, self._config.policy.dtype)
+        if self._stage == 3:
+            tensors = {}
+            for name, parameter in model.named_parameters():
+                with self._deepspeed.zero.GatheredParameters([parameter]):
+                    tensors[name] = parameter.detach().to("cpu", dtype, copy=True)
+            return tensors
+        state = untied(model.state_dict())
+        return {
+            name: tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in state.items()
+        }
+
+    def weights_checksum(self) -> str:
+        """Checksum of `export_state` (see `dora.weights.tensors`)."""
+        return weights_checksum(self.export_state())
+
+    def save_checkpoint(self, directory: Path) -> None:
+        """Write weights, optimizer state and update count to `directory`, which must exist."""
+        self._engine.save_checkpoint(str(directory), tag=_TAG, save_latest=False)
+        if self.rank == 0:
+            counts = {"updates": self.updates, "world": self.world, "zero_stage": self._stage}
+            (directory / _COUNTS).write_text(json.dumps(counts) + "\n")
+
+    def load_checkpoint(self, directory: Path) -> None:
+        """Restore what `save_checkpoint` wrote.
+
+        Raises WeightsError if it is missing or cut, PolicyError if it was written with another ZeRO
+        stage or number of ranks.
+        """
+        try:
+            counts = json.loads((directory / _COUNTS).read_text())
+        except (OSError, ValueError) as error:
+            raise WeightsError(f"checkpoint {directory} cannot be read: {error}") from error
+        now = {"world": self.world, "zero_stage": self._stage}
+        if any(counts.get(key) != value for key, value in now.items()):
+            raise PolicyError(
+                f"checkpoint {directory} was written with {counts.get('world')} ranks and ZeRO "
+                f"stage {counts.get('zero_stage')}, this trainer has {self.world} and {self._stage}",
+                hint="Start the trainer as before, or remove the checkpoints: the steps are then "
+                "redone from the log.",
+            )
+        try:
+            loaded, _ = self._engine.load_checkpoint(
+                str(directory), tag=_TAG, load_lr_scheduler_states=False
+            )
+        except (OSError, RuntimeError, EOFError, KeyError) as error:
+            raise WeightsError(f"checkpoint {directory} is damaged: {error}") from error
+        if loaded is None:
+            raise WeightsError(f"checkpoint {directory} is not complete")
+        self.updates = int(counts["updates"])
+
+
+def mismatch_of(
+    batch: MicroBatch,
+    logprobs: torch.Tensor,
+    samples: Sequence[Sample],
+    version: int,
+    mismatch: Mismatch,
+) -> None:
+    """Sort the differences (trainer - engine) of a micro-batch into current and older versions."""
+    differences = logprobs.float().cpu().numpy() - batch.behaviour
+    current = np.array([samples[i].version == version for i in batch.samples])[batch.rows]
+    mismatch.add_current(differences[current])
+    mismatch.add_older(differences[~current])

@@ -1,0 +1,142 @@
+"""Metrics of a training step, as sums that add up over micro-batches and ranks.
+
+Invariant: every mean is a sum over tokens divided by their number, so it does not depend on how the
+batch was cut.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dora.consumers.batches import Sample
+from dora.consumers.losses import LossParts
+
+
+@dataclass(slots=True)
+class LearningSums:
+    """Sums over the tokens that went through forward and backward passes."""
+
+    loss: float = 0.0
+    clipped: float = 0.0
+    kl: float = 0.0
+    surprise: float = 0.0
+    tokens: float = 0.0
+    norms: list[float] = field(default_factory=list)
+
+    def add(self, parts: LossParts, logprobs: torch.Tensor) -> None:
+        """Add one micro-batch."""
+        sums = torch.stack(
+            [parts.loss.detach().float(), parts.clipped.float(), parts.kl, -logprobs.sum()]
+        ).tolist()
+        self.loss += sums[0]
+        self.clipped += sums[1]
+        self.kl += sums[2]
+        self.surprise += sums[3]
+        self.tokens += len(logprobs)
+
+    def pack(self) -> list[float]:
+        """The sums, for adding up over ranks; norms are equal on all ranks already."""
+        return [self.loss, self.clipped, self.kl, self.surprise, self.tokens]
+
+    def unpack(self, values: Sequence[float]) -> None:
+        """Set what `pack` gave."""
+        self.loss, self.clipped, self.kl, self.surprise, self.tokens = values
+
+    def metrics(self, with_kl: bool) -> dict[str, float]:
+        """`loss` and `grad_norm` (before clipping) are means over the updates taken, 0 without one.
+        `entropy` is the mean of -log p of the sampled tokens, an estimate of the policy's."""
+        updates, tokens = max(len(self.norms), 1), max(self.tokens, 1.0)
+        result = {
+            "loss": self.loss / updates,
+            "grad_norm": sum(self.norms) / updates,
+            "clip_fraction": self.clipped / tokens,
+            "entropy": self.surprise / tokens,
+            "trained_tokens": self.tokens,
+            "optimizer_updates": float(len(self.norms)),
+        }
+        if with_kl:
+            result["reference_kl"] = self.kl / tokens
+        return result
+
+
+@dataclass(slots=True)
+class Mismatch:
+    """Differences between the trainer's and the engine's log-probabilities of the same tokens."""
+
+    current_sum: float = 0.0
+    current_kl: float = 0.0
+    current_max: float = 0.0
+    current_tokens: float = 0.0
+    older_sum: float = 0.0
+    older_tokens: float = 0.0
+
+    def add_current(self, differences: npt.NDArray[np.float32]) -> None:
+        """Tokens of the current version: trainer - engine, in nats."""
+        if not len(differences):
+            return
+        wide = differences.astype(np.float64)
+        self.current_sum += float(np.abs(wide).sum())
+        self.current_kl += float((np.exp(np.minimum(wide, 20.0)) - wide - 1.0).sum())
+        self.current_max = max(self.current_max, float(np.abs(wide).max()))
+        self.current_tokens += len(wide)
+
+    def add_older(self, differences: npt.NDArray[np.float32]) -> None:
+        """Tokens of older versions: the difference includes what training changed since."""
+        self.older_sum += float(np.abs(differences.astype(np.float64)).sum())
+        self.older_tokens += len(differences)
+
+    def pack(self) -> list[float]:
+        """The sums, for adding up over ranks (`current_max` is no sum)."""
+        return [
+            self.current_sum,
+            self.current_kl,
+            self.current_tokens,
+            self.older_sum,
+            self.older_tokens,
+        ]
+
+    def unpack(self, values: Sequence[float]) -> None:
+        """Set what `pack` gave."""
+        (
+            self.current_sum,
+            self.current_kl,
+            self.current_tokens,
+            self.older_sum,
+            self.older_tokens,
+        ) = values
+
+    def metrics(self) -> dict[str, float]:
+        """Mean and largest absolute difference (nats) and the k3 estimate of KL(engine || trainer)
+        over tokens of the current version; `logprob_drift_mean` over older ones."""
+        result = {}
+        if self.current_tokens:
+            result["logprob_mismatch_mean"] = self.current_sum / self.current_tokens
+            result["logprob_mismatch_max"] = self.current_max
+            result["logprob_mismatch_kl"] = self.current_kl / self.current_tokens
+        if self.older_tokens:
+            result["logprob_drift_mean"] = self.older_sum / self.older_tokens
+        return result
+
+
+def batch_metrics(
+    samples: Sequence[Sample], version: int, success_threshold: float
+) -> dict[str, float]:
+    """What a batch of samples says by itself: rewards, lengths, staleness."""
+    rewards = np.array([s.reward for s in samples], dtype=np.float64)
+    lengths = np.array([s.generated for s in samples], dtype=np.float64)
+    staleness = np.array([version - s.version for s in samples], dtype=np.float64)
+    return {
+        "reward_mean": float(rewards.mean()),
+        "success_rate": float((rewards >= success_threshold).mean()),
+        "staleness_mean": float(staleness.mean()),
+        "staleness_max": float(staleness.max()),
+        "tokens": float(lengths.sum()),
+        "trajectories": float(len(samples)),
+        "response_length_mean": float(lengths.mean()),
+        "response_length_max": float(lengths.max()),
+        "truncated_fraction": float(np.mean([s.truncated for s in samples])),
+        "signal_fraction": float(np.mean([s.advantage != 0.0 for s in samples])),
+    }

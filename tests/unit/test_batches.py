@@ -1,0 +1,180 @@
+"""Samples from records, and micro-batches whose weights hold the whole batch's denominators."""
+
+import numpy as np
+import pytest
+
+from dora.config import LossSection, OptimizerSection
+from dora.consumers.batches import (
+    Sample,
+    group_samples,
+    micro_batches,
+    pack,
+    share_of_rank,
+    split_groups,
+    token_weights,
+    training_micro_batches,
+)
+from dora.consumers.schedule import learning_rate
+from dora.errors import RecordError
+from dora.schemas.records import (
+    Sampling,
+    Trajectory,
+    VersionRun,
+    pack_logprobs,
+    pack_tokens,
+)
+
+
+def trajectory(
+    tokens: list[int],
+    mask: list[int],
+    reward: float | None,
+    finish: str = "stop",
+    sample: int = 0,
+) -> Trajectory:
+    return Trajectory(
+        run="r",
+        trajectory_id=f"g0/{sample}",
+        group_id="g0",
+        sample=sample,
+        attempt=0,
+        chunks=1,
+        policy_version=0,
+        ordinal=0,
+        purpose="train",
+        token_ids=pack_tokens(tokens),
+        mask=bytes(mask),
+        logprobs=pack_logprobs([-0.5 * i * m for i, m in enumerate(mask)]),
+        version_runs=(VersionRun(0, sum(mask)),),
+        finish_reason=finish,  # type: ignore[arg-type]
+        reward=reward,
+        reward_parts={},
+        error=None if reward is not None else "verifier failed",
+        text=None,
+        worker="w",
+        engine="e",
+        sampling=Sampling(1.0, 1.0, 0, 8, ()),
+        started_ms=0,
+        generated_ms=0,
+        created_ms=0,
+    )
+
+
+def sample(length: int, generated: int, advantage: float = 1.0, truncated: bool = False) -> Sample:
+    positions = np.arange(length - generated, length)
+    return Sample(
+        trajectory_id=f"{length}",
+        version=0,
+        token_ids=np.arange(length, dtype=np.int32),
+        positions=positions,
+        behaviour=-np.ones(generated, dtype=np.float32),
+        reward=1.0,
+        advantage=advantage,
+        truncated=truncated,
+    )
+
+
+def test_a_sample_holds_only_generated_tokens_of_every_turn() -> None:
+    first, second = group_samples(
+        [
+            trajectory([5, 6, 7, 8, 9, 4], [0, 1, 1, 0, 0, 1], 1.0),
+            trajectory([5, 6, 7], [0, 0, 1], 0.0, "length", sample=1),
+        ],
+        LossSection(advantage_std=False),
+    )
+    assert first.positions.tolist() == [1, 2, 5]
+    assert first.behaviour.tolist() == [-0.5, -1.0, -2.5]
+    assert (first.advantage, second.advantage) == (0.5, -0.5)
+    assert second.truncated and not first.truncated
+
+
+def test_trajectories_that_cannot_be_trained_are_refused() -> None:
+    with pytest.raises(RecordError, match="g0/0 has no reward"):
+        group_samples([trajectory([1, 2], [0, 1], None)], LossSection())
+    with pytest.raises(RecordError, match="starts with a generated token"):
+        group_samples([trajectory([1, 2], [1, 1], 1.0)], LossSection())
+
+
+def test_packing_respects_the_budget_with_padding_and_is_deterministic() -> None:
+    lengths = [5, 9, 3, 9, 40, 4, 1]
+    batches = pack(lengths, 20)
+    assert batches == [[4], [1, 3], [0, 5, 2, 6]]
+    assert pack(lengths, 10_000) == [[4, 1, 3, 0, 5, 2, 6]]
+    assert pack([], 10) == []
+
+
+@pytest.mark.parametrize("budget", [1, 16, 30, 1000])
+def test_weights_add_up_to_one_whatever_the_micro_batches(budget: int) -> None:
+    samples = [sample(8, 3), sample(10, 5), sample(6, 2)]
+    for normalization, total in (("token", 1.0), ("sequence", 1.0), ("constant", 10 / (3 * 16))):
+        settings = LossSection(normalization=normalization)
+        parts = training_micro_batches(samples, settings, budget, constant_length=16)
+        found = sum(float(part.weights.astype(np.float64).sum()) for part in parts)
+        assert found == pytest.approx(total, rel=1e-6)
+
+
+def test_each_normalisation_weighs_tokens_as_its_paper_says() -> None:
+    samples = [sample(8, 3), sample(10, 5)]
+    token = token_weights(samples, LossSection(normalization="token"), 16)
+    assert token == [1 / 8, 1 / 8]
+    sequence = token_weights(samples, LossSection(normalization="sequence"), 16)
+    assert sequence == [1 / (2 * 3), 1 / (2 * 5)]
+    constant = token_weights(samples, LossSection(normalization="constant"), 16)
+    assert constant == [1 / 32, 1 / 32]
+
+
+def test_samples_without_signal_are_not_computed_but_count_in_the_denominator() -> None:
+    samples = [sample(8, 3), sample(10, 5, advantage=0.0)]
+    (batch,) = training_micro_batches(samples, LossSection(), 1000, 16)
+    assert batch.samples == (0,)
+    assert batch.weights.tolist() == pytest.approx([1 / 8] * 3)
+    with_kl = training_micro_batches(samples, LossSection(kl_coefficient=0.1), 1000, 16)
+    assert sorted(with_kl[0].samples) == [0, 1]
+
+
+def test_masked_overlong_samples_count_nowhere() -> None:
+    samples = [sample(8, 3), sample(10, 5, truncated=True)]
+    settings = LossSection(mask_overlong=True)
+    (batch,) = training_micro_batches(samples, settings, 1000, 16)
+    assert batch.samples == (0,) and batch.weights.tolist() == pytest.approx([1 / 3] * 3)
+    assert training_micro_batches(samples[1:], settings, 1000, 16) == []
+
+
+def test_a_micro_batch_points_at_the_logits_that_predict_each_generated_token() -> None:
+    samples = [sample(4, 2), sample(6, 1)]
+    (batch,) = micro_batches(samples, 1000)
+    assert batch.samples == (1, 0)
+    assert batch.token_ids.shape == (2, 6) and batch.token_ids[1].tolist() == [0, 1, 2, 3, 0, 0]
+    places = batch.columns[batch.column_index]
+    assert list(zip(batch.rows.tolist(), places.tolist(), batch.targets.tolist(), strict=True)) == [
+        (0, 4, 5),
+        (1, 1, 2),
+        (1, 2, 3),
+    ]
+
+
+def test_ranks_get_equally_many_micro_batches_and_every_sample_counts_once() -> None:
+    samples = [sample(8, 3), sample(10, 5), sample(6, 2)]
+    batches = micro_batches(samples, 1)
+    shares = [share_of_rank(batches, rank, 2) for rank in range(2)]
+    assert [len(share) for share in shares] == [2, 2]
+    counted = [b.samples[0] for share in shares for b in share if b.weights.any()]
+    assert sorted(counted) == [0, 1, 2]
+
+
+def test_groups_divide_into_equal_updates() -> None:
+    assert split_groups([1, 2, 3, 4], 2) == [[1, 2], [3, 4]]
+    with pytest.raises(ValueError, match="do not divide"):
+        split_groups([1, 2, 3], 2)
+
+
+def test_the_learning_rate_warms_up_and_decays() -> None:
+    def rates(**settings: object) -> list[float]:
+        section = OptimizerSection.model_validate({"learning_rate": 1.0, **settings})
+        return [learning_rate(section, update, 8) for update in range(8)]
+
+    assert rates() == [1.0] * 8
+    assert rates(warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates(warmup_steps=4, schedule="linear")[4:] == [1.0, 0.75, 0.5, 0.25]
+    cosine = rates(schedule="cosine")
+    assert cosine[0] == 1.0 and cosine[4] == pytest.approx(0.5) and cosine == sorted(cosine)[::-1]

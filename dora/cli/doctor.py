@@ -57,6 +57,8 @@ class Finding:
     type=click.Path(path_type=Path),
     default=BROKER_DIRECTORY,
     show_default=True,
+    envvar="DORA_BROKER_DIR",
+    show_envvar=True,
     metavar="DIR",
     help="Directory of the local broker.",
 )

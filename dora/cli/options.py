@@ -200,6 +200,8 @@ def _kafka_parameters(command: Command) -> Command:
             type=click.Path(path_type=Path),
             default=BROKER_DIRECTORY,
             show_default=True,
+            envvar="DORA_BROKER_DIR",
+            show_envvar=True,
             metavar="DIR",
             help="Directory of the local broker, used when no cluster is given.",
         ),

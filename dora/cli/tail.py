@@ -125,6 +125,10 @@ def _messages(
         seen.sort(key=lambda message: message.timestamp_ms)
         yield from seen[-origin.last :]
     else:
+        if origin.offset >= 0:
+            # Partitions differ in length: where there is less, begin at the end.
+            starts, ends = reader.start_offsets(list(wanted)), reader.end_offsets(list(wanted))
+            wanted = {key: min(max(at, starts[key]), ends[key]) for key, at in wanted.items()}
         reader.assign(wanted)
         if stop_at_end:
             yield from filter(fits, reader.read_to_end(_READ_SECONDS))

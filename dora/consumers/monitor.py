@@ -310,11 +310,9 @@ class RunMonitor:
             self._topics.dead_letters,
         )
         admin = TopicAdmin(settings)
-        partitions = {topic.name: topic.partitions for topic in admin.describe(run)}
         needed = {*control, self._topics.dispatch, self._topics.trajectories}
-        if not needed <= set(partitions):
+        if not needed <= set(admin.existing(run)):
             raise admin.unknown_run(run)
-        self._trajectory_partitions = partitions[self._topics.trajectories]
         self._reader = LogReader(settings, client_id=f"{run}.monitor")
         self._reader.assign({(topic, 0): BEGINNING for topic in control})
 
@@ -350,8 +348,10 @@ class RunMonitor:
 
     def _attach(self) -> None:
         """Start to read admissions and trajectories, once the run's shape is known."""
-        topic = self._topics.trajectories
-        positions = {(topic, each): BEGINNING for each in range(self._trajectory_partitions)}
+        started = self.view.started
+        assert started is not None
+        topic, partitions = self._topics.trajectories, range(started.ring * started.lanes)
+        positions = {(topic, each): BEGINNING for each in partitions}
         if self._history is not None:
             starts = self._reader.start_offsets(list(positions))
             ends = self._reader.end_offsets(list(positions))

@@ -1,0 +1,268 @@
+"""Commands that read a run's log, against a real Kafka that holds a small run."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dora.bus import ClusterSettings, LogReader, LogWriter, RunTopics, TopicAdmin, topic_plan
+from dora.cli.main import cli
+from dora.config import Config
+from dora.consumers.monitor import RunMonitor
+from dora.core.ring import partition
+from dora.schemas.records import Admission, DeadLetter, SlotOffset, Step, Trajectory
+from tests.run_records import (
+    LANES,
+    RING,
+    B,
+    G,
+    K,
+    admission,
+    policy,
+    run_started,
+    status,
+    step,
+    trajectory,
+)
+
+DEADLINE = 30.0
+NOW = 1_700_000_000_000
+
+
+def config_of(run: str) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"name": run},
+            "policy": {"model": "model"},
+            "task": {"kind": "reasoning-gym", "name": "spell_backward"},
+            "trainer": {"steps": 2},
+            "window": {"max_staleness": K, "groups_per_step": B, "group_size": G},
+        }
+    )
+
+
+class Log:
+    """A run's log that records are appended to by hand."""
+
+    def __init__(self, settings: ClusterSettings, run: str) -> None:
+        self.settings, self.run, self.topics = settings, run, RunTopics(run)
+        self._writer = LogWriter(settings, client_id=f"{run}.test")
+        self._ends = [0] * RING * LANES
+        self.places: dict[str, tuple[int, int]] = {}
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def send(self, *records: object) -> None:
+        topics = self.topics
+        for record in records:
+            match record:
+                case Admission():
+                    self._writer.send(topics.dispatch, record, partition=0)
+                case Trajectory():
+                    where = partition(record.policy_version, record.group_id, RING, LANES)
+                    self.places[record.trajectory_id] = (where, self._ends[where])
+                    self._ends[where] += 1
+                    self._writer.send(topics.trajectories, record, partition=where)
+                case DeadLetter():
+                    self._writer.send(topics.dead_letters, record, partition=0)
+                case _:
+                    name = {"Policy": topics.policies, "Status": topics.workers}
+                    topic = name.get(type(record).__name__, topics.steps)
+                    key = getattr(record, "process", None) or str(getattr(record, "version", ""))
+                    self._writer.send(topic, record, key=key or None, partition=0)  # type: ignore[arg-type]
+        self._writer.flush(DEADLINE)
+
+    def step(self, sequence: int, groups: list[Admission]) -> Step:
+        metrics = {"success_rate": 0.5, "reward_mean": 0.5, "staleness_max": 1.0}
+        return step(
+            sequence, sequence, groups, self.places, at=NOW + 10_000 * (sequence + 1), **metrics
+        )
+
+    def fill(self) -> None:
+        """Two steps; one group of version 2 is half done."""
+        run = self.run
+        groups = [admission(number, number // 2, run) for number in range(5)]
+        slots = tuple(SlotOffset(self.topics.trajectories, p, 0) for p in range(RING * LANES))
+        self.send(run_started(run, at=NOW), policy(0, run, slots))
+        self.send(*groups[:2], *(trajectory(g, s, at=NOW) for g in groups[:2] for s in range(G)))
+        self.send(self.step(0, groups[:2]), policy(1, run, slots))
+        self.send(*groups[2:4], *(trajectory(g, s, at=NOW) for g in groups[2:4] for s in range(G)))
+        self.send(self.step(1, groups[2:4]), policy(2, run, slots))
+        self.send(groups[4], trajectory(groups[4], 0, reward=0.0, at=NOW + 20_000))
+        self.send(
+            status("trainer", "waiting", run=run, at=NOW + 21_000),
+            status("coordinator", run=run, at=NOW + 21_000),
+            status("w0", run=run, at=NOW + 21_000, version=2, capacity=8, running=("g4/1#0",)),
+            DeadLetter(run, "verifier_failed", "no number", "w0", NOW, trajectory_id="g1/0"),
+        )
+
+
+@pytest.fixture
+def log(settings: ClusterSettings, run_name: str) -> Iterator[Log]:
+    TopicAdmin(settings).create(topic_plan(config_of(run_name)))
+    log = Log(settings, run_name)
+    try:
+        yield log
+    finally:
+        log.close()
+
+
+def invoke(settings: ClusterSettings, *arguments: str) -> Result:
+    return CliRunner().invoke(cli, [*arguments, "-b", settings.bootstrap_servers])
+
+
+def lines_of(result: Result) -> list[str]:
+    assert result.exit_code == 0, result.output
+    return result.stdout.splitlines()
+
+
+def test_status_shows_a_run_whose_processes_are_gone_as_stalled(log: Log) -> None:
+    log.fill()
+    result = invoke(log.settings, "status", log.run)
+    text = "\n".join(lines_of(result))
+    for part in (log.run, "stalled", "trainer silent for", "1 of 4 groups outstanding", "0.500"):
+        assert part in text
+
+
+def test_status_as_json_holds_window_processes_and_rates(log: Log) -> None:
+    log.fill()
+    result = invoke(log.settings, "status", log.run, "--json")
+    snapshot = json.loads(result.stdout)
+    assert (snapshot["step"], snapshot["newest"], snapshot["groups_outstanding"]) == (2, 2, 1)
+    assert snapshot["staleness_max"] == 1
+    assert snapshot["trajectories"] == 9
+    assert snapshot["dead_letters"] == 1
+    assert snapshot["health"] == "stalled" and snapshot["reasons"]
+    assert [process["process"] for process in snapshot["processes"]] == [
+        "trainer",
+        "coordinator",
+        "w0",
+    ]
+    assert snapshot["versions"][-1]["trajectories_unfinished"] == 1
+
+
+def test_status_of_a_run_without_a_ledger_says_that_it_has_not_started(log: Log) -> None:
+    text = "\n".join(lines_of(invoke(log.settings, "status", log.run)))
+    assert "not started" in text
+
+
+@pytest.mark.parametrize("command", ["status", "tail"])
+def test_an_unknown_run_is_refused_with_the_names_there_are(
+    settings: ClusterSettings, log: Log, command: str
+) -> None:
+    result = invoke(settings, command, log.run[:-1])
+    assert result.exit_code == 1
+    assert log.run in result.stderr
+
+
+def test_a_long_history_is_read_from_the_window_on(log: Log) -> None:
+    run = log.run
+    old = [admission(number, 0, run) for number in range(2)]
+    middle = [admission(number, 1, run) for number in (2, 3)]
+    topic = log.topics.trajectories
+    log.send(run_started(run, at=NOW), policy(0, run), *old)
+    log.send(*(trajectory(group, sample, at=NOW) for group in old for sample in range(G)))
+    log.send(log.step(0, old), policy(1, run, (SlotOffset(topic, 1, 0),)), *middle)
+    log.send(*(trajectory(group, sample, at=NOW) for group in middle for sample in range(G)))
+    log.send(log.step(1, middle), policy(2, run, (SlotOffset(topic, 2, 0),)))
+    new = admission(4, 2, run)
+    log.send(new, trajectory(new, 0, at=NOW))
+    for history, trajectories in ((None, 9), (1, 5)):
+        monitor = RunMonitor(log.settings, run, history=history)
+        try:
+            monitor.catch_up(DEADLINE)
+            snapshot = monitor.snapshot()
+            assert snapshot.trajectories == trajectories
+            assert snapshot.groups_outstanding == 1
+            assert snapshot.whole_history is (history is None)
+            log_grows = trajectory(new, 1, at=NOW)
+            if history is not None:
+                log.send(log_grows)
+                while monitor.snapshot().trajectories < trajectories + 1:
+                    assert monitor.poll(timeout=DEADLINE), "the new record did not come"
+        finally:
+            monitor.close()
+
+
+def test_tail_shows_the_records_of_each_topic(log: Log) -> None:
+    log.fill()
+    expected = {
+        "trajectories": 9,
+        "steps": 3,
+        "policies": 3,
+        "workers": 3,
+        "dispatch": 5,
+        "dead-letters": 1,
+        "chunks": 0,
+    }
+    for topic, count in expected.items():
+        arguments = ("tail", log.run, "-t", topic, "-o", "beginning", "--exit")
+        assert len(lines_of(invoke(log.settings, *arguments))) == count, topic
+        objects = [
+            json.loads(line) for line in lines_of(invoke(log.settings, *arguments, "--json"))
+        ]
+        assert all(each["topic"] == f"{log.run}.{topic}" for each in objects)
+    last = lines_of(invoke(log.settings, "tail", log.run, "-t", "steps", "-o", "-1", "--exit"))
+    assert len(last) == 1 and "step 1 → 2" in last[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "count"),
+    [
+        (("-o", "beginning", "--limit", "2"), 2),
+        (("-o", "-3", "--exit"), 3),
+        (("-o", "end", "--exit"), 0),
+        (("-o", "3", "--exit"), 2),
+        (("-o", "beginning", "--exit", "--version", "1"), 4),
+        (("-o", "beginning", "--exit", "--version", "7"), 0),
+    ],
+)
+def test_tail_begins_where_it_is_told(log: Log, arguments: tuple[str, ...], count: int) -> None:
+    log.fill()
+    found = [
+        json.loads(line)
+        for line in lines_of(invoke(log.settings, "tail", log.run, "--json", *arguments))
+    ]
+    assert len(found) == count
+    if "--version" in arguments:
+        assert all(each["record"]["policy_version"] == 1 for each in found)
+
+
+def test_a_damaged_record_is_shown_as_unreadable_and_the_rest_goes_on(
+    log: Log, settings: ClusterSettings
+) -> None:
+    from confluent_kafka import Producer
+
+    log.send(run_started(log.run, at=NOW))
+    producer = Producer({"bootstrap.servers": settings.bootstrap_servers})
+    producer.produce(log.topics.steps, b"\xc3\x01short", partition=0)
+    assert producer.flush(DEADLINE) == 0
+    lines = lines_of(invoke(settings, "tail", log.run, "-t", "steps", "-o", "beginning", "--exit"))
+    assert len(lines) == 2 and "unreadable (" in lines[1]
+    snapshot = json.loads(invoke(settings, "status", log.run, "--json").stdout)
+    assert snapshot["unreadable"] == 1
+    assert f"{log.topics.steps}[0]@1" in snapshot["problems"][0]
+
+
+def test_an_unreachable_cluster_is_named_within_the_connect_timeout(tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        cli,
+        ["status", "demo", "-b", "127.0.0.1:1"],
+        env={"DORA_KAFKA__CONNECT_TIMEOUT_SECONDS": "1"},
+    )
+    assert result.exit_code == 1
+    assert "127.0.0.1:1" in result.stderr
+
+
+def test_the_readers_leave_no_trace_in_the_log(log: Log) -> None:
+    log.fill()
+    reader = LogReader(log.settings, client_id="test")
+    topics = [(name, 0) for name in log.topics.all]
+    before = reader.end_offsets(topics)
+    invoke(log.settings, "status", log.run)
+    invoke(log.settings, "tail", log.run, "-o", "beginning", "--exit")
+    assert reader.end_offsets(topics) == before
+    reader.close()

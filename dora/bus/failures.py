@@ -43,6 +43,15 @@ _UNREACHABLE = {
     KafkaError.REQUEST_TIMED_OUT,
     KafkaError.NETWORK_EXCEPTION,
 }
+_MOVING = {
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.FENCED_LEADER_EPOCH,
+    KafkaError.UNKNOWN_LEADER_EPOCH,
+    KafkaError.OFFSET_NOT_AVAILABLE,
+}
+"""A partition's leadership moves, or was just given: the client must only ask again."""
+_HANDSHAKE = "SSL handshake failed"
 
 
 def is_unknown_topic(error: KafkaError) -> bool:
@@ -54,7 +63,7 @@ def is_transient(error: KafkaError) -> bool:
     """Whether librdkafka goes on trying by itself after this error."""
     if error.fatal() or is_hopeless(error):
         return False
-    return error.code() in _UNREACHABLE or error.retriable()
+    return error.code() in _UNREACHABLE | _MOVING or error.retriable()
 
 
 def is_hopeless(error: KafkaError) -> bool:
@@ -120,7 +129,10 @@ def explain(
             f"Kafka at {address} refused the credentials: {text}",
             hint="check security.protocol, sasl.mechanism, sasl.username and sasl.password",
         )
-    if code == KafkaError._SSL:
+    reason = seen.reason() if seen is not None else ""
+    if code == KafkaError._SSL or (code in _UNREACHABLE and _HANDSHAKE in reason):
+        if _HANDSHAKE in reason:
+            text = reason
         return BusError(
             f"no TLS connection to Kafka at {address}: {text}",
             hint="check security.protocol, ssl.ca.location and whether this is the TLS port",
@@ -136,7 +148,6 @@ def explain(
             hint="check the run's name with: dora topics describe RUN",
         )
     if code in _UNREACHABLE:
-        reason = seen.reason() if seen is not None else ""
         detail = f" ({reason})" if reason and reason != text else ""
         return BusError(
             f"Kafka at {address} did not answer while {doing}: {text}{detail}",

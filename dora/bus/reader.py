@@ -96,6 +96,7 @@ class LogReader:
         is read. BusError if the cluster does not answer within `connect_timeout`; TopicError if it
         has no such topic.
         """
+        self._await_first_answer()
         concrete = dict(positions)
         for symbol, find in ((BEGINNING, self.start_offsets), (END, self.end_offsets)):
             symbolic = [partition for partition, at in positions.items() if at == symbol]
@@ -214,12 +215,17 @@ class LogReader:
 
         `consume(n, timeout)` would wait the whole time if fewer than n are there.
         """
-        batch = self._consumer.consume(count, 0)
-        if not batch and timeout > 0:
-            first = self._consumer.poll(timeout)
-            if first is not None:
-                batch = [first, *self._consumer.consume(count - 1, 0)] if count > 1 else [first]
-        self._fetched.extend(batch)
+        try:
+            self._fetched.extend(self._consumer.consume(count, 0))
+            if not self._fetched and timeout > 0:
+                first = self._consumer.poll(timeout)
+                if first is not None:
+                    self._fetched.append(first)
+                    if count > 1:
+                        self._fetched.extend(self._consumer.consume(count - 1, 0))
+        except KafkaException as exception:
+            error = kafka_error(exception)
+            raise explain(error, self._settings, "reading", self._failures) from exception
 
     def _take(self, raw: Any) -> Message | None:
         """The message, its position noted; None for an event."""
@@ -286,8 +292,6 @@ class LogReader:
             raise explain(error, self._settings, f"reading {name}[{number}]")
 
     def _check_answering(self) -> None:
-        if self._failures.hopeless is not None:
-            raise explain(self._failures.hopeless, self._settings, "reading", self._failures)
         for partition in list(self._missing_since):
             self._check_topic(partition, KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART))
         down = self._failures.down_since

@@ -19,6 +19,28 @@ LOGGER = logging.getLogger("dora.kafka")
 matters is raised as an error too."""
 LOGGER.addHandler(logging.NullHandler())
 
+_REPEAT_SECONDS = 30.0
+
+
+class _RepeatFilter(logging.Filter):
+    """Lets a kind of message pass once in a while: an absent broker is reported at each attempt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passed: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind = record.getMessage()[:60]
+        if record.created - self._passed.get(kind, float("-inf")) < _REPEAT_SECONDS:
+            return False
+        if len(self._passed) > 1000:
+            self._passed.clear()
+        self._passed[kind] = record.created
+        return True
+
+
+LOGGER.addFilter(_RepeatFilter())
+
 OWN_PROPERTIES = frozenset(
     {
         "acks",
@@ -95,6 +117,8 @@ def client_properties(settings: ClusterSettings, client_id: str) -> dict[str, An
         "reconnect.backoff.max.ms": 1000,
         "retry.backoff.max.ms": 1000,
         "allow.auto.create.topics": False,
+        # How long a topic may stay unknown before records for it fail.
+        "topic.metadata.propagation.max.ms": 10_000,
     }
 
 

@@ -32,7 +32,9 @@ _CALL_SECONDS = 5.0
 class TransactionAbortedError(BusError):
     """Kafka refused the transaction; nothing of it was written and the writer is usable again.
 
-    The caller reads the log and decides anew.
+    The caller reads the log and decides anew. After a record that the broker refused, librdkafka
+    may have lost count of its sequence numbers; then the next transaction is aborted too, and the
+    one after that works.
     """
 
 
@@ -120,7 +122,7 @@ class TransactionalWriter:
     def close(self) -> None:
         """Let go of the connections. A transaction left open is aborted by the next holder."""
         self._producer.purge()
-        self._producer.flush(1.0)
+        self._deliveries.flush(1.0)
         if self._broken is None:
             self._broken = BusError(f"the writer of {self._id} is closed")
 
@@ -204,7 +206,7 @@ class TransactionalWriter:
     def _abort(self) -> None:
         self._retry(self._producer.abort_transaction, f"aborting as {self._id}")
         # Served now, so that failures of the aborted records do not surface in the next block.
-        self._producer.poll(0)
+        self._deliveries.serve()
 
     def _retry(self, call: Callable[[float], object], doing: str) -> None:
         """Call until it works; raises and marks the writer unusable when it cannot.
@@ -218,7 +220,7 @@ class TransactionalWriter:
                 return
             except KafkaException as exception:
                 error = kafka_error(exception)
-                self._producer.poll(0)
+                self._deliveries.serve()
                 if error.txn_requires_abort():
                     raise self._deliveries.failed or explain(
                         error, self._settings, doing, self._deliveries.failures
@@ -232,7 +234,7 @@ class TransactionalWriter:
                     raise self._fail(error, doing) from exception
 
     def _fail(self, error: KafkaError, doing: str) -> BusError:
-        self._producer.poll(0)
+        self._deliveries.serve()
         self._broken = explain(error, self._settings, doing, self._deliveries.failures)
         return self._broken
 

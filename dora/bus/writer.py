@@ -69,16 +69,35 @@ class Deliveries:
         self.settings = settings
         self.failures = Failures()
         self.failed: BusError | None = None
+        self._failed_size = 0
         self._headers = HeaderMaker(client_id)
         self.producer: Producer = make_client(
             Producer, {**properties, "error_cb": self.failures, "on_delivery": self._on_delivery}
         )
 
+    def serve(self, timeout: float = 0.0) -> None:
+        """Run the callbacks, waiting up to `timeout` seconds for the first.
+
+        The client raises a fatal error from its poll; it is kept, and raised by `raise_failed`.
+        """
+        try:
+            self.producer.poll(timeout)
+        except KafkaException as exception:
+            self.failures(kafka_error(exception))
+
+    def flush(self, timeout: float) -> int:
+        """Wait for outstanding deliveries; the number of those left after `timeout` seconds."""
+        try:
+            return int(self.producer.flush(timeout))
+        except KafkaException as exception:
+            self.failures(kafka_error(exception))
+            return len(self.producer)
+
     def connect(self) -> None:
         """BusError if the cluster does not answer within `connect_timeout`."""
         await_answer(
             lambda timeout: self.producer.list_topics(timeout=timeout),
-            lambda: self.producer.poll(0),
+            self.serve,
             self.failures,
             self.settings,
             "connecting",
@@ -111,10 +130,10 @@ class Deliveries:
                         f" ({self.failures.reason() or 'no error reported'})",
                         hint="the broker is away, or slower than what is written to it",
                     ) from full
-                self.producer.poll(_QUEUE_FULL_WAIT_SECONDS)
+                self.serve(_QUEUE_FULL_WAIT_SECONDS)
                 self.raise_failed()
             except KafkaException as exception:
-                self.producer.poll(0)
+                self.serve()
                 raise self._failure(kafka_error(exception), topic, key, len(value)) from exception
 
     def raise_failed(self) -> None:
@@ -125,18 +144,18 @@ class Deliveries:
             raise explain(self.failures.fatal, self.settings, "writing", self.failures)
 
     def _on_delivery(self, error: KafkaError | None, message: Any) -> None:
-        if error is None or self.failed is not None:
-            return
         # Records that a failure or an abort throws out of the queue are its consequence.
-        if error.code() in (KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT):
+        if error is None or error.code() in (KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT):
             return
-        key = message.key()
-        self.failed = self._failure(
-            error,
-            message.topic(),
-            None if key is None else key.decode("utf-8", "replace"),
-            len(message.value() or b""),
-        )
+        size = len(message.value() or b"")
+        # A batch is refused as a whole: the largest of its records is the one that is too large.
+        if self.failed is None or (
+            error.code() == KafkaError.MSG_SIZE_TOO_LARGE and size > self._failed_size
+        ):
+            key = message.key()
+            name = None if key is None else key.decode("utf-8", "replace")
+            self.failed = self._failure(error, message.topic(), name, size)
+            self._failed_size = size
 
     def _failure(self, error: KafkaError, topic: str, key: str | None, size: int) -> BusError:
         name = f"a record of {topic}" + ("" if key is None else f" with key {key}")
@@ -180,7 +199,7 @@ class LogWriter:
 
     def poll(self) -> None:
         """Let librdkafka report; BusError if a delivery failed. Call it between sends."""
-        self._deliveries.producer.poll(0)
+        self._deliveries.serve()
         self._deliveries.raise_failed()
 
     def flush(self, deadline: float) -> None:
@@ -188,7 +207,7 @@ class LogWriter:
 
         BusError if a delivery failed, DeadlineError after `deadline` seconds.
         """
-        left = self._deliveries.producer.flush(deadline)
+        left = self._deliveries.flush(deadline)
         self._deliveries.raise_failed()
         if left:
             reason = self._deliveries.failures.reason()
@@ -208,7 +227,7 @@ class LogWriter:
             self.flush(deadline)
         finally:
             self._deliveries.producer.purge()
-            self._deliveries.producer.flush(1.0)
+            self._deliveries.flush(1.0)
 
     def __enter__(self) -> Self:
         return self
@@ -223,4 +242,4 @@ class LogWriter:
             self.close()
         elif not self._closed:
             self._closed = True
-            self._deliveries.producer.flush(_CLOSE_SECONDS)
+            self._deliveries.flush(_CLOSE_SECONDS)

@@ -83,7 +83,8 @@ class Launch:
                 return self._spawn(state)
             except PortInUse:
                 # Somebody took the port between our look and Kafka's.
-                if port is not None or attempt == _PORT_ATTEMPTS:
+                asked_for = port is not None and not port_free(port)
+                if asked_for or attempt == _PORT_ATTEMPTS:
                     raise
 
     def _with_ports(self, state: BrokerState, port: int | None) -> BrokerState:

@@ -14,6 +14,7 @@ from dora.bus.broker import (
     BrokerInfo,
     broker_log,
     broker_process,
+    fetch_jars,
     running_broker,
     start_broker,
     stop_broker,
@@ -68,15 +69,20 @@ def start(directory: Path, port: int | None, heap_mb: int, deadline: float, as_j
 
     It goes on after this command: stop it with `dora broker stop`.
     """
-    if running_broker(directory) is None and cached_jars() is None:
-        click.echo(
-            f"fetching Apache Kafka {pinned_kafka_version()} with Maven (44 MB, once)", err=True
-        )
+    if running_broker(directory) is None:
+        _announce_fetch()
     info = start_broker(directory, port=port, heap_mb=heap_mb, deadline_seconds=deadline)
     if as_json:
         click.echo(json.dumps(_content(directory, info)))
     else:
         click.echo(info.bootstrap_servers)
+
+
+@broker.command()
+def fetch() -> None:
+    """Fetch Kafka's jars now, so that a start needs no network; print their directory."""
+    _announce_fetch()
+    click.echo(fetch_jars())
 
 
 @broker.command()
@@ -126,6 +132,13 @@ def logs(directory: Path, lines: int) -> None:
     """Print the last lines of the broker's log."""
     for line in broker_log(directory, lines):
         click.echo(line)
+
+
+def _announce_fetch() -> None:
+    if cached_jars() is None:
+        click.echo(
+            f"fetching Apache Kafka {pinned_kafka_version()} with Maven (44 MB, once)", err=True
+        )
 
 
 def _content(directory: Path, info: BrokerInfo | None) -> dict[str, object]:

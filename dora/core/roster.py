@@ -85,10 +85,19 @@ class Roster:
             self._release(member)
         return True
 
-    def sent(self, command: Command, now: float) -> None:
-        """Notes a command that is in the log (just written, or read while catching up)."""
+    def sent(self, command: Command, now: float, offset: int | None = None) -> None:
+        """Notes a command that is in the log: just written, or read while catching up.
+
+        `offset` is given for the latter, after the worker's status was heard: a command that the
+        worker has carried out leaves only what its status shows.
+        """
         member = self._members.get(command.worker)
         current = member is not None and member.status.incarnation == command.incarnation
+        if member is not None and offset is not None and offset <= member.status.command_offset:
+            current = current and (
+                command.kind == "start"
+                and holding(command.trajectory_id, command.attempt) in member.status.running
+            )
         if command.kind == "start":
             known = self._attempts.get(command.trajectory_id, -1)
             self._attempts[command.trajectory_id] = max(known, command.attempt)

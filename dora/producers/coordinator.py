@@ -128,24 +128,23 @@ class Coordinator:
         for index in range(self._config.kafka.dispatch_partitions):
             positions[(topics.dispatch, index)] = BEGINNING
         self._reader.assign(positions)
-        commands: list[Command] = []
+        commands: list[tuple[Command, int]] = []
         for message in self._reader.read_to_end(REBUILD_SECONDS):
             if isinstance(message.value, Command):
-                commands.append(message.value)
+                commands.append((message.value, message.offset))
             else:
                 self._apply(message, live=False)
         now = self._clock()
-        for command in commands:
-            self._roster.sent(command, now)
+        for command, offset in commands:
+            self._roster.sent(command, now, offset)
         self._follow_trajectories()
         for message in self._reader.read_to_end(REBUILD_SECONDS):
             self._apply(message, live=False)
         self._roster.lost(now)  # whatever has no live holder is found just below
-        oldest = self._window.oldest_live(self._state.newest)
         for group, missing in self._state.unfinished():
             for sample in missing:
                 identity = trajectory_id(group.group_id, sample)
-                if group.version >= oldest and self._roster.held(identity) is None:
+                if self._roster.held(identity) is None:
                     self._release(identity)
         log.info(
             "rebuilt from the log in %.2f s: version %d, %d groups outstanding, %d to place",
@@ -224,10 +223,15 @@ class Coordinator:
             self._unplaced.pop(identity, None)
 
     def _release(self, identity: str) -> None:
-        """Puts a trajectory without a holder up for placement, unless it was tried too often."""
+        """Puts a trajectory without a holder up for placement, unless it was tried too often.
+
+        An evaluation of a version that left the window is given up: its slot is somebody else's.
+        """
         group_id, sample = parse_trajectory_id(identity)
         group = self._state.groups.get(group_id)
         if group is None or sample in group.samples:
+            return
+        if group.version < self._window.oldest_live(self._state.newest):
             return
         attempt = self._roster.next_attempt(identity)
         work = Unplaced(group_id, sample, group.version, group.ordinal, group.purpose, attempt)

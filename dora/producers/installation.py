@@ -31,22 +31,18 @@ class Installed:
 
 
 class Installer:
-    """Fetches, verifies and applies versions to one engine, which the first version brings up."""
-
-    engine: Engine | None
-    """The engine; None before the first version is installed."""
+    """Fetches, verifies and applies versions to one engine; its first version brings it up."""
 
     def __init__(
         self,
-        make_engine: Callable[[Path, int], Engine],
+        engine: Engine,
         store: WeightStore,
         cache: Path,
         *,
         tolerance: float,
         clock: Callable[[], float],
     ) -> None:
-        self.engine = None
-        self._make_engine = make_engine
+        self._engine = engine
         self._store = store
         self._cache = cache
         self._tolerance = tolerance
@@ -60,16 +56,12 @@ class Installer:
         """
         started = self._clock()
         directory = self._store.fetch(policy, self._cache)
-        engine, fresh = self.engine, False
-        if engine is None:
-            engine, fresh = self._make_engine(directory, policy.version), True
-            self.engine = engine
-        elif engine.version is None:
-            engine.restart(directory, policy.version)
-            fresh = True
+        fresh = self._engine.version is None
+        if fresh:
+            self._engine.restart(directory, policy.version)
         else:
-            engine.load(directory, policy.version)
-        result = self._canary(engine, policy)
+            self._engine.load(directory, policy.version)
+        result = self._canary(policy)
         if not result.passed and not fresh:
             log.warning(
                 "version %d: canary differs by %.4f nats after the update (tolerance %.4f), "
@@ -79,8 +71,8 @@ class Installer:
                 self._tolerance,
             )
             fresh = True
-            engine.restart(directory, policy.version)
-            result = self._canary(engine, policy)
+            self._engine.restart(directory, policy.version)
+            result = self._canary(policy)
         if not result.passed:
             raise CanaryError(
                 f"version {policy.version}: the engine's canary log-probabilities differ from the "
@@ -92,12 +84,7 @@ class Installer:
             )
         return Installed(policy.version, self._clock() - started, result, fresh)
 
-    def close(self) -> None:
-        """Ends the engine."""
-        if self.engine is not None:
-            self.engine.close()
-
-    def _canary(self, engine: Engine, policy: Policy) -> CanaryResult:
+    def _canary(self, policy: Policy) -> CanaryResult:
         tokens = unpack_tokens(policy.canary_token_ids).tolist()
         expected = unpack_logprobs(policy.canary_logprobs).tolist()
-        return check(engine.score(tokens), expected, self._tolerance)
+        return check(self._engine.score(tokens), expected, self._tolerance)

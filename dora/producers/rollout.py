@@ -4,20 +4,16 @@ Invariant: everything that can be refused (worker id in use, model, tokenizer, d
 is refused before the engine starts.
 """
 
-import logging
 import math
 import os
 import threading
 import time
-import zlib
-from pathlib import Path
 
 from dora.bus.settings import ClusterSettings
 from dora.config import Config
 from dora.producers.claim import claim_worker_id
 from dora.producers.emulated_scoring import EmulatedScorer
-from dora.producers.engines import Engine, create_engine
-from dora.producers.engines.vllm_setup import import_vllm
+from dora.producers.engines import create_engine
 from dora.producers.installation import Installer
 from dora.producers.scoring import Scorer
 from dora.producers.tasks.base import create_task
@@ -44,20 +40,9 @@ def run_worker(
         if emulated
         else Scorer(config.task, config.home)
     )
-
-    def make_engine(directory: Path, version: int) -> Engine:
-        return create_engine(
-            config.rollout,
-            directory,
-            version,
-            max_model_len=config.max_model_len,
-            dtype=config.policy.dtype,
-            seed=(zlib.crc32(worker.encode()) + config.run.seed) % 2**31,
-            trust_remote_code=config.policy.trust_remote_code,
-        )
-
+    engine = create_engine(config, worker)
     installer = Installer(
-        make_engine,
+        engine,
         WeightStore.of(config),
         config.run_directory / "cache" / worker,
         # the emulated engine has no weights that could be wrong
@@ -65,13 +50,10 @@ def run_worker(
         clock=time.monotonic,
     )
     try:
-        if not emulated:
-            # takes half a minute on a small machine, which passes while the trainer starts
-            import_vllm(config.rollout.threads, logging.WARNING)
         Worker(
-            config, settings, worker, installer=installer, task=task, tokenizer=tokenizer,
-            scorer=scorer, stop_token_ids=stops,
+            config, settings, worker, engine=engine, installer=installer, task=task,
+            tokenizer=tokenizer, scorer=scorer, stop_token_ids=stops,
         ).run(stop)  # fmt: skip
     finally:
-        installer.close()
+        engine.close()
         scorer.close()

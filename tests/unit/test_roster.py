@@ -119,3 +119,19 @@ def test_the_clock_of_a_record_does_not_matter() -> None:
     roster = make()
     roster.hear(replace(READY, created_ms=-10_000_000), 9.0)
     assert roster.lost(9.5) == []
+
+
+def test_while_catching_up_a_command_that_was_carried_out_leaves_only_what_the_status_shows() -> (
+    None
+):
+    roster = Roster(heartbeat_timeout=10.0, load_timeout=100.0)
+    status = replace(READY, command_offset=7, running=(holding("g1/0", 0),))
+    roster.hear(status, 0.0)
+    roster.sent(Command("r", "w0", "one", "switch", 0, policy_version=1), 0.0, offset=5)
+    roster.sent(START, 0.0, offset=6)
+    roster.sent(replace(START, trajectory_id="g2/0"), 0.0, offset=7)
+    roster.sent(replace(START, trajectory_id="g3/0"), 0.0, offset=8)
+    assert [view.switching_to for view in roster.views()] == [None]
+    assert roster.held("g1/0") is not None
+    assert roster.held("g2/0") is None
+    assert roster.held("g3/0") is not None

@@ -51,6 +51,18 @@ _MOVING = {
     KafkaError.OFFSET_NOT_AVAILABLE,
 }
 """A partition's leadership moves, or was just given: the client must only ask again."""
+_SETTLING = {
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.REPLICA_NOT_AVAILABLE,
+    KafkaError.OFFSET_NOT_AVAILABLE,
+    KafkaError.FENCED_LEADER_EPOCH,
+    KafkaError.UNKNOWN_LEADER_EPOCH,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+    KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.NOT_COORDINATOR,
+    KafkaError.BROKER_NOT_AVAILABLE,
+}
 _HANDSHAKE = "SSL handshake failed"
 
 

@@ -77,6 +77,23 @@ class TopicSpec:
     replication_factor: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class TopicInfo:
+    """A topic as it is. Offsets by partition; `records` counts transaction markers too."""
+
+    name: str
+    topic_id: str
+    partitions: int
+    begin_offsets: dict[int, int]
+    end_offsets: dict[int, int]
+    configs: dict[str, str]
+
+    @property
+    def records(self) -> int:
+        """Offsets between beginning and end: records, transaction markers and aborted records."""
+        return sum(end - self.begin_offsets.get(p, 0) for p, end in self.end_offsets.items())
+
+
 def topic_plan(config: Config) -> list[TopicSpec]:
     """The topics that a run needs.
 

@@ -8,7 +8,6 @@ import difflib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -27,11 +26,12 @@ from dora.bus.failures import (
     await_answer,
     explain,
     is_hopeless,
+    is_transient,
     kafka_error,
     make_client,
 )
 from dora.bus.settings import ClusterSettings, client_properties
-from dora.bus.topic_plan import RunTopics, TopicSpec, config_problems, topic_plan
+from dora.bus.topic_plan import RunTopics, TopicInfo, TopicSpec, config_problems, topic_plan
 from dora.errors import DeadlineError, TopicError
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 _VISIBLE_SECONDS = 30.0
+_SETTLE_SECONDS = 0.05
 _SHOWN_CONFIGS = frozenset(
     {
         "cleanup.policy",
@@ -57,23 +58,6 @@ _SHOWN_CONFIGS = frozenset(
 )
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class TopicInfo:
-    """A topic as it is. Offsets by partition; `records` counts transaction markers too."""
-
-    name: str
-    topic_id: str
-    partitions: int
-    begin_offsets: dict[int, int]
-    end_offsets: dict[int, int]
-    configs: dict[str, str]
-
-    @property
-    def records(self) -> int:
-        """Offsets between beginning and end: records, transaction markers and aborted records."""
-        return sum(end - self.begin_offsets.get(p, 0) for p, end in self.end_offsets.items())
 
 
 class TopicAdmin:
@@ -303,17 +287,27 @@ class TopicAdmin:
         return found
 
     def _offsets(self, places: list[KafkaPartition], which: OffsetSpec) -> dict[Any, int]:
-        futures = self._admin.list_offsets(
-            dict.fromkeys(places, which),
-            isolation_level=IsolationLevel.READ_UNCOMMITTED,
-            request_timeout=self._settings.request_timeout,
-        )
-        return {
-            (place.topic, place.partition): self._result(
-                future, f"asking for offsets of {place.topic}"
-            ).offset
-            for place, future in futures.items()
-        }
+        """Offsets by topic and partition; asked again while leaders of new topics settle."""
+        deadline = time.monotonic() + self._settings.request_timeout
+        found: dict[Any, int] = {}
+        while len(found) < len(places):
+            missing = [place for place in places if (place.topic, place.partition) not in found]
+            futures = self._admin.list_offsets(
+                dict.fromkeys(missing, which),
+                isolation_level=IsolationLevel.READ_UNCOMMITTED,
+                request_timeout=self._settings.request_timeout,
+            )
+            for place, future in futures.items():
+                try:
+                    found[place.topic, place.partition] = future.result().offset
+                except KafkaException as exception:
+                    error = kafka_error(exception)
+                    if not is_transient(error) or time.monotonic() >= deadline:
+                        doing = f"asking for offsets of {place.topic}"
+                        raise explain(error, self._settings, doing, self._failures) from exception
+            if len(found) < len(places):
+                time.sleep(_SETTLE_SECONDS)
+        return found
 
     def _delete_group(self, group: str) -> None:
         """Committed offsets of a deleted run would mislead lag tools; not worth an error."""
@@ -366,7 +360,7 @@ class TopicAdmin:
                     f"{self._settings.bootstrap_servers}",
                     hint="look at the broker's log",
                 )
-            time.sleep(0.05)
+            time.sleep(_SETTLE_SECONDS)
 
     def _result(self, future: "Future[Result]", doing: str) -> Result:
         try:

@@ -75,6 +75,7 @@ class Cluster:
     def __init__(self, config: Config, tmp: Path) -> None:
         self.config = config
         self.tmp = tmp
+        (tmp / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
         self.settings: ClusterSettings = cluster_settings(config.kafka)
         self.topics = RunTopics(config.run.name)
         admin = TopicAdmin(self.settings)
@@ -194,7 +195,6 @@ class LocalStore(WeightStore):
     """A directory with a vocabulary and no weights, which is all that the emulated engine reads."""
 
     def fetch(self, policy: Policy, cache: Path) -> Path:
-        (cache / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
         return cache
 
 

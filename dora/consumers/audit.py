@@ -61,10 +61,10 @@ class _Shell:
         self._until = time.monotonic() + deadline
         self._progress = progress
         self._read = 0
-        admin = TopicAdmin(settings)
-        self._partitions = {info.name: info.partitions for info in admin.describe(run)}
-        if self._topics.steps not in self._partitions:
-            raise admin.unknown_run(run)
+        with TopicAdmin(settings) as admin:
+            self._partitions = {info.name: info.partitions for info in admin.describe(run)}
+            if self._topics.steps not in self._partitions:
+                raise admin.unknown_run(run)
         self._run = run
 
     def run(self) -> AuditReport:

@@ -27,7 +27,11 @@ def test_an_installed_module_is_found(tmp_path: Path) -> None:
 
 def test_a_hook_may_import_its_neighbours(tmp_path: Path) -> None:
     write(tmp_path, "hook_neighbour", "VALUE = 7\n")
-    write(tmp_path, "hook_user", "import hook_neighbour\ndef value():\n    return hook_neighbour.VALUE\n")
+    write(
+        tmp_path,
+        "hook_user",
+        "import hook_neighbour\ndef value():\n    return hook_neighbour.VALUE\n",
+    )
     assert load_hook("hook_user:value", tmp_path, "task.render")() == 7
 
 

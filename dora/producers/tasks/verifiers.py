@@ -5,6 +5,7 @@ unreadable response is reward 0; an item without a usable reference answer is an
 response to it could ever be right.
 """
 
+import logging
 import re
 from typing import Any
 
@@ -50,12 +51,12 @@ def math(response: str, item: dict[str, Any]) -> float:
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     configs = [LatexExtractionConfig(), ExprExtractionConfig()]
     reference = _reference(item)
-    # Without delimiters math-verify does not see LaTeX: reference answers often have none.
-    gold = parse(reference, configs, parsing_timeout=None) or parse(
-        f"${reference}$", configs, parsing_timeout=None
-    )
+    # math-verify sees LaTeX only between delimiters, which reference answers often lack.
+    bare = not any(mark in reference for mark in ("$", "\\boxed", "\\(", "\\["))
+    gold = parse(f"${reference}$" if bare else reference, configs, parsing_timeout=None)
     if not gold:
         raise ValueError(f'math-verify cannot read the reference answer "{reference}"')
     answer = parse(response, configs, parsing_timeout=None)

@@ -1,7 +1,7 @@
 """Advantages of a group's trajectories relative to one another.
 
 Invariant: the advantages of a group add up to zero, and a group whose rewards are all equal has
-advantages of exactly zero, so that it can be left out of the forward pass without changing anything.
+advantages of exactly zero, so that leaving it out of the forward pass changes nothing.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,7 @@ def has_signal(rewards: Sequence[float]) -> bool:
     return any(reward != rewards[0] for reward in rewards[1:])
 
 
-def group_advantages(
-    rewards: Sequence[float], *, divide_by_std: bool
-) -> npt.NDArray[np.float32]:
+def group_advantages(rewards: Sequence[float], *, divide_by_std: bool) -> npt.NDArray[np.float32]:
     """Advantages of shape [G] from the rewards of one group.
 
     With `divide_by_std`: (r - mean) / (std + 1e-6) with the population standard deviation (GRPO,

@@ -61,7 +61,7 @@ class Learner:
         self.rank = torch.distributed.get_rank()
         self.world = torch.distributed.get_world_size()
         model = load_model(model_dir, config)
-        self.vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+        self.vocabulary = int(model.get_input_embeddings().num_embeddings)
         policy = PolicyModel(model).to(self._device)
         self._reference: PolicyModel | None = None
         if self._loss.kl_coefficient > 0:
@@ -83,9 +83,7 @@ class Learner:
     @property
     def parameters(self) -> int:
         """Number of parameters."""
-        return sum(
-            int(getattr(p, "ds_numel", p.numel())) for p in self._engine.module.parameters()
-        )
+        return sum(int(getattr(p, "ds_numel", p.numel())) for p in self._engine.module.parameters())
 
     def update(
         self, groups: Sequence[Sequence[Sample]], version: int, probes: Sequence[Sample] = ()
@@ -299,7 +297,7 @@ class Learner:
         if any(counts.get(key) != value for key, value in now.items()):
             raise PolicyError(
                 f"checkpoint {directory} was written with {counts.get('world')} ranks and ZeRO "
-                f"stage {counts.get('zero_stage')}, this trainer has {self.world} and {self._stage}",
+                f"stage {counts.get('zero_stage')}, not with {self.world} and {self._stage}",
                 hint="Start the trainer as before, or remove the checkpoints: the steps are then "
                 "redone from the log.",
             )

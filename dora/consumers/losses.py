@@ -7,8 +7,8 @@ the batch is cut into micro-batches changes no gradient beyond rounding.
 With r = pi_theta / pi_old per token and A the advantage, the objectives (maximised) are
 
 - `grpo`: min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), the clipped surrogate of GRPO (arXiv
-  2402.03300, eq. 3). `clip_high` > `clip_low` is clip-higher of DAPO (arXiv 2503.14476, section 3.1).
-  With `clip_dual` = c: max(., c A) where A < 0. For A < 0 this bounds the ratio to
+  2402.03300, eq. 3). `clip_high` > `clip_low` is clip-higher of DAPO (arXiv 2503.14476,
+  section 3.1). With `clip_dual` = c: max(., c A) where A < 0. For A < 0 this bounds the ratio to
   [1 - clip_low, c], for A > 0 to at most 1 + clip_high: the triplet clipping of
   LongCat-Flash-Thinking (arXiv 2509.18883, section 3.2; eps_neg_low = clip_low, eps_pos_high =
   clip_high, eps_neg_high = clip_dual), where the third bound is that of dual-clip PPO (arXiv
@@ -131,6 +131,4 @@ def policy_loss(logprobs: torch.Tensor, terms: TokenTerms, settings: LossSection
         penalty = k3(terms.reference - logprobs)
         token_loss = token_loss + settings.kl_coefficient * penalty
         kl = penalty.detach().sum()
-    return LossParts(
-        loss=(terms.weights * token_loss).sum(), clipped=clipped.detach().sum(), kl=kl
-    )
+    return LossParts(loss=(terms.weights * token_loss).sum(), clipped=clipped.detach().sum(), kl=kl)

@@ -94,9 +94,7 @@ def load_model(directory: Path, config: Config) -> nn.Module:
     _check_complete(directory, report)
     _switch_dropout_off(model)
     if config.trainer.gradient_checkpointing:
-        model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     return model  # type: ignore[no-any-return]
 

@@ -208,7 +208,8 @@ class WeightStore:
                 hint=f"The trainer wrote it to {policy.weights_uri}.",
             ) from error
         except OSError as error:
-            raise storage_error(f"cannot copy version {policy.version}", str(cache), error) from error
+            what = f"cannot copy version {policy.version}"
+            raise storage_error(what, str(cache), error) from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         copies = [p for p in cache.iterdir() if _NAME.fullmatch(p.name)]

@@ -69,7 +69,7 @@ def test_a_failed_publish_leaves_nothing_visible(tmp_path: Path) -> None:
     def broken(directory: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(WeightsError, match="cannot store version 7.*No space left") as caught:
+    with pytest.raises(WeightsError, match=r"cannot store version 7.*No space left") as caught:
         store.publish(7, STATE, broken)
     assert "weights.keep" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
@@ -168,7 +168,7 @@ def test_the_canary_is_fixed_and_fails_on_any_wrong_number() -> None:
 def test_an_unusable_model_directory_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="there is no directory"):
         model_directory(str(tmp_path / "absent"))
-    with pytest.raises(PolicyError, match="no config.json"):
+    with pytest.raises(PolicyError, match=r"no config\.json"):
         model_directory(str(tmp_path))
     (tmp_path / "config.json").write_text("{broken")
     with pytest.raises(PolicyError, match="cannot be read"):

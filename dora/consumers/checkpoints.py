@@ -1,0 +1,73 @@
+"""Full training checkpoints in the run's directory.
+
+Invariant: a checkpoint that has its name is complete and on disk. Whether it counts is said by the
+ledger alone: one that no committed step names is an orphan and is removed at the next start.
+"""
+
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from dora.errors import WeightsError
+from dora.weights.store import replace_directory, storage_error
+
+_NAME = re.compile(r"step-\d{8,}-[0-9a-f]{16}")
+_UNFINISHED = ".unfinished-"
+
+
+def checkpoint_name(version: int, checksum: str) -> str:
+    """Name of the checkpoint that holds policy `version`."""
+    return f"step-{version:08d}-{checksum[:16]}"
+
+
+class Checkpoints:
+    """The checkpoints below one directory. Errors of the storage become WeightsError."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def write(self, name: str, save: Callable[[Path], None]) -> None:
+        """Let `save` fill a new directory, then give it its name."""
+        staging = self.directory / f"{_UNFINISHED}{name}-{uuid.uuid4().hex[:8]}"
+        try:
+            staging.mkdir(parents=True)
+            save(staging)
+            replace_directory(staging, self.directory / name)
+        except OSError as error:
+            raise storage_error("cannot write a checkpoint", str(self.directory), error) from error
+        except RuntimeError as error:  # torch reports a full disk in its own words
+            raise WeightsError(f"cannot write a checkpoint at {self.directory}: {error}") from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def path(self, name: str) -> Path:
+        """Directory of a checkpoint; WeightsError if `name`, which comes from the log, is none."""
+        if not _NAME.fullmatch(name):
+            raise WeightsError(f"the ledger names {name!r}, which is no checkpoint")
+        return self.directory / name
+
+    def names(self) -> set[str]:
+        """Names of the checkpoints that are there."""
+        try:
+            return {p.name for p in self.directory.iterdir() if _NAME.fullmatch(p.name)}
+        except FileNotFoundError:
+            return set()
+        except OSError as error:
+            raise storage_error("cannot list checkpoints", str(self.directory), error) from error
+
+    def keep_only(self, names: Collection[str]) -> list[str]:
+        """Remove all others and what an interrupted `write` left; returns what was removed."""
+        if not self.directory.is_dir():
+            return []
+        removed = []
+        try:
+            for entry in sorted(self.directory.iterdir()):
+                orphan = _NAME.fullmatch(entry.name) and entry.name not in names
+                if orphan or entry.name.startswith(_UNFINISHED):
+                    shutil.rmtree(entry)
+                    removed.append(entry.name)
+        except OSError as error:
+            raise storage_error("cannot delete a checkpoint", str(self.directory), error) from error
+        return removed

@@ -1,0 +1,62 @@
+"""The trainer's own account of itself, in the workers topic.
+
+Invariant: while the trainer works, no more than about a heartbeat passes between two of its Status
+records, whatever it does in between (it is called from within long steps).
+"""
+
+import os
+import socket
+import time
+import uuid
+
+from dora.bus.topics import RunTopics
+from dora.bus.writer import LogWriter
+from dora.config import Config
+from dora.schemas.records import ProcessState, Status
+
+PROCESS = "trainer"
+
+
+class Heartbeat:
+    """Sends a Status at each change of state and every `rollout.heartbeat_seconds`."""
+
+    def __init__(self, config: Config, writer: LogWriter) -> None:
+        self.incarnation = uuid.uuid4().hex
+        self.version = -1
+        self.metrics: dict[str, float] = {}
+        self._run = config.run.name
+        self._topic = RunTopics(config.run.name).workers
+        self._interval = config.rollout.heartbeat_seconds
+        self._target = float(config.trainer.steps)
+        self._writer = writer
+        self._state: ProcessState = "starting"
+        self._message = ""
+        self._sent_at = float("-inf")
+
+    def say(self, state: ProcessState, message: str) -> None:
+        """Change state; a change is sent at once, a new message with the next heartbeat."""
+        changed = state != self._state or self._sent_at == float("-inf")
+        self._state, self._message = state, message
+        self.beat(force=changed)
+
+    def beat(self, *, force: bool = False) -> None:
+        """Send a Status if one is due."""
+        now = time.monotonic()
+        if not force and now - self._sent_at < self._interval:
+            return
+        self._sent_at = now
+        status = Status(
+            run=self._run,
+            process=PROCESS,
+            role="trainer",
+            incarnation=self.incarnation,
+            state=self._state,
+            created_ms=time.time_ns() // 1_000_000,
+            message=self._message,
+            version=self.version,
+            metrics={"steps_target": self._target, **self.metrics},
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+        self._writer.send(self._topic, status, key=PROCESS)
+        self._writer.poll()

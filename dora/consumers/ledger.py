@@ -1,0 +1,221 @@
+"""The ledger: how the trainer reads it at start and adds to it.
+
+Invariant: what is not in a committed ledger entry did not happen. A ledger that this process cannot
+read, or that belongs to another run, cluster or configuration, stops it before it changes anything.
+An entry, the policy record that goes with it and the offsets for lag tools are one transaction.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dora.bus.reader import BEGINNING, LogReader, Unreadable
+from dora.bus.topics import RunTopics
+from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
+from dora.config import Config
+from dora.core.identity import differences
+from dora.core.state import RunState
+from dora.errors import RunError
+from dora.schemas.records import GroupRef, Policy, RunStarted, Step
+
+log = logging.getLogger(__name__)
+
+COMMIT_ATTEMPTS = 3
+
+
+@dataclass(slots=True)
+class History:
+    """A run's past, as far as the trainer needs it."""
+
+    started: RunStarted | None = None
+    """None before the run's first transaction."""
+    policies: dict[int, Policy] = field(default_factory=dict)
+    """Every version that was announced."""
+    base: Step | None = None
+    """The newest step whose checkpoint is at hand, if there is one."""
+    redo: list[Step] = field(default_factory=list)
+    """Steps committed after `base`, in order."""
+    checkpoints: list[str] = field(default_factory=list)
+    """All checkpoints that the ledger names, oldest first."""
+
+
+def read_ledger(
+    reader: LogReader,
+    topics: RunTopics,
+    state: RunState,
+    available: Collection[str],
+    deadline: float,
+) -> History:
+    """Fold the committed ledger into `state` and return the history.
+
+    `available` are the names of the checkpoints at hand. `reader` stays assigned to the topics'
+    ends. Raises RunError if an entry cannot be read or contradicts the ones before it.
+    """
+    history = History()
+    reader.assign({(topics.steps, 0): BEGINNING, (topics.policies, 0): BEGINNING})
+    for message in reader.read_to_end(deadline):
+        value = message.value
+        place = f"{message.topic} partition {message.partition} offset {message.offset}"
+        match value:
+            case Unreadable():
+                raise RunError(
+                    f"{place} cannot be read ({value.code}): {value.reason}",
+                    hint="The ledger is damaged, or was written by a newer dora.",
+                )
+            case Policy():
+                history.policies[value.version] = value
+            case RunStarted() if history.started is None:
+                history.started = value
+                state.start()
+            case Step() if history.started is not None:
+                try:
+                    state.commit(value)
+                except ValueError as error:
+                    raise RunError(f"{place} contradicts the ledger before it: {error}") from error
+                _remember(history, value, available)
+            case _:
+                kind = type(value).__name__
+                raise RunError(f"{place} holds a {kind}, which does not belong there")
+    return history
+
+
+def _remember(history: History, step: Step, available: Collection[str]) -> None:
+    if step.kind != "step":
+        return
+    if step.checkpoint is not None:
+        history.checkpoints.append(step.checkpoint)
+    if step.checkpoint in available:
+        history.base = step
+        history.redo.clear()
+    else:
+        history.redo.append(step)
+
+
+def check_continues(
+    started: RunStarted, config: Config, cluster_id: str, topic_ids: dict[str, str]
+) -> None:
+    """RunError, with the differences, unless `config` on this cluster continues the run."""
+    run = started.run
+    changed = differences(json.loads(started.identity), json.loads(json.dumps(config.identity())))
+    if changed:
+        raise RunError(
+            f"run {run} was started with another configuration: " + "; ".join(changed),
+            hint="Restore the recorded values, or give run.name another value.",
+        )
+    if started.cluster_id != cluster_id:
+        raise RunError(
+            f"run {run} was started on Kafka cluster {started.cluster_id}, this is {cluster_id}",
+            hint="Give the recorded cluster with kafka.bootstrap_servers; offsets of another one "
+            "mean nothing.",
+        )
+    replaced = sorted(
+        name for name, topic_id in started.topic_ids.items() if topic_ids.get(name) != topic_id
+    )
+    if replaced:
+        raise RunError(
+            f"{', '.join(replaced)}: deleted and created anew since run {run} was started",
+            hint="What the ledger refers to is gone. Give run.name another value.",
+        )
+
+
+class LedgerWriter:
+    """Adds entries for one trainer, known by its `incarnation`."""
+
+    def __init__(
+        self, run: str, incarnation: str, transactions: TransactionalWriter, state: RunState
+    ) -> None:
+        self._run = run
+        self._incarnation = incarnation
+        self._topics = RunTopics(run)
+        self._transactions = transactions
+        self._state = state
+
+    def begin(self, started: RunStarted, policy: Policy) -> None:
+        """Commit the first entry with version 0."""
+        self._commit(started, policy, {})
+        self._state.start()
+
+    def commit_step(
+        self,
+        policy: Policy,
+        trained: Sequence[GroupRef],
+        set_aside: Sequence[GroupRef],
+        metrics: Mapping[str, float],
+        checkpoint: str | None,
+        read: Mapping[tuple[str, int], int],
+    ) -> Step:
+        """Commit the step that made `policy`; `read` are the positions in topics that were read.
+
+        Raises FencedError if another trainer took over; then nothing of it is in the log.
+        """
+        step = self._entry(
+            "step", policy.version, policy.weights_checksum, trained, set_aside, metrics, checkpoint
+        )
+        self._commit(step, policy, read)
+        self._state.commit(step)
+        return step
+
+    def commit_set_aside(
+        self,
+        checksum: str,
+        set_aside: Sequence[GroupRef],
+        metrics: Mapping[str, float],
+        read: Mapping[tuple[str, int], int],
+    ) -> Step:
+        """Commit that groups are set aside while the version, with `checksum`, stays."""
+        newest = self._state.newest
+        step = self._entry("set_aside", newest, checksum, (), set_aside, metrics, None)
+        self._commit(step, None, read)
+        self._state.commit(step)
+        return step
+
+    def _entry(
+        self,
+        kind: Literal["step", "set_aside"],
+        version_out: int,
+        checksum: str,
+        trained: Sequence[GroupRef],
+        set_aside: Sequence[GroupRef],
+        metrics: Mapping[str, float],
+        checkpoint: str | None,
+    ) -> Step:
+        last = self._state.last_step
+        return Step(
+            run=self._run,
+            kind=kind,
+            sequence=0 if last is None else last.sequence + 1,
+            version_in=self._state.newest,
+            version_out=version_out,
+            trained=tuple(trained),
+            set_aside=tuple(set_aside),
+            metrics=dict(metrics),
+            weights_checksum=checksum,
+            checkpoint=checkpoint,
+            trainer=self._incarnation,
+            created_ms=time.time_ns() // 1_000_000,
+        )
+
+    def _commit(
+        self,
+        entry: RunStarted | Step,
+        policy: Policy | None,
+        read: Mapping[tuple[str, int], int],
+    ) -> None:
+        for attempt in range(1, COMMIT_ATTEMPTS + 1):
+            try:
+                with self._transactions.transaction() as transaction:
+                    transaction.send(self._topics.steps, entry, key=self._run, partition=0)
+                    if policy is not None:
+                        key = str(policy.version)
+                        transaction.send(self._topics.policies, policy, key=key, partition=0)
+                    if read:
+                        transaction.send_offsets(f"{self._run}.trainer", read)
+            except TransactionAbortedError as error:
+                if attempt == COMMIT_ATTEMPTS:
+                    raise
+                log.warning("commit %d of %d failed: %s", attempt, COMMIT_ATTEMPTS, error)
+            else:
+                return

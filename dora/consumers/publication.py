@@ -1,0 +1,119 @@
+"""What a step leaves on disk and announces: weights, checkpoint, policy record.
+
+Invariant: weights and checkpoint are complete on disk before the record that names them is made,
+and only those are removed that no committed record names, or that are older than what is kept.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from dora.bus.reader import LogReader
+from dora.bus.topics import RunTopics
+from dora.config import Config
+from dora.consumers.checkpoints import Checkpoints, checkpoint_name
+from dora.consumers.learner import Learner
+from dora.consumers.ledger import History
+from dora.core.ring import slot_partitions
+from dora.core.window import Window
+from dora.schemas.records import Policy, SlotOffset, pack_logprobs, pack_tokens
+from dora.weights.canary import canary_tokens
+from dora.weights.models import copy_companions
+from dora.weights.store import Published, WeightStore, name_of
+
+log = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Publishes a learner's versions; `announced` records what was committed."""
+
+    def __init__(
+        self,
+        config: Config,
+        learner: Learner,
+        model: Path,
+        reader: LogReader,
+        history: History,
+        progress: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._learner = learner
+        self._model = model
+        self._reader = reader
+        self._progress = progress
+        self._topics = RunTopics(config.run.name)
+        self._window = Window(config.window.max_staleness, config.window.groups_per_step)
+        self._store = WeightStore.of(config)
+        self._checkpoints = Checkpoints(config.run_directory / "checkpoints")
+        self._checkpoint_names = list(history.checkpoints)
+        self._weight_names = {v: name_of(p.weights_uri) for v, p in history.policies.items()}
+
+    def publish(self, version: int) -> Policy:
+        """Store the learner's weights as `version`; returns the record that announces them, with
+        the canary under these weights and the offsets at which the version's slot starts."""
+        published = self._write(version)
+        config = self._config
+        tokens = canary_tokens(config.run.seed, self._learner.vocabulary, config.max_model_len)
+        slots = [
+            (topic, index)
+            for topic in (self._topics.chunks, self._topics.trajectories)
+            for index in slot_partitions(version, config.window.ring, config.kafka.lanes)
+        ]
+        offsets = self._reader.end_offsets(slots)
+        return Policy(
+            run=config.run.name,
+            version=version,
+            kind="full",
+            weights_uri=published.uri,
+            files=published.files,
+            weights_checksum=published.checksum,
+            canary_token_ids=pack_tokens(np.asarray(tokens, dtype=np.int32)),
+            canary_logprobs=pack_logprobs(self._learner.sequence_logprobs(tokens)),
+            slots=tuple(SlotOffset(*slot, offsets[slot]) for slot in slots),
+            created_ms=time.time_ns() // 1_000_000,
+        )
+
+    def _write(self, version: int) -> Published:
+        code = self._config.policy.trust_remote_code
+        state = {name: tensor.cpu() for name, tensor in self._learner.export_state().items()}
+        published = self._store.publish(
+            version,
+            state,
+            lambda directory: copy_companions(self._model, directory, code=code),
+            self._config.run_directory / "scratch",
+        )
+        self._progress()
+        return published
+
+    def write_checkpoint(self, policy: Policy) -> str | None:
+        """Write a checkpoint if one is due at this version; returns its name."""
+        if policy.version % self._config.trainer.checkpoint_every:
+            return None
+        name = checkpoint_name(policy.version, policy.weights_checksum)
+        self._checkpoints.write(name, self._learner.save_checkpoint)
+        self._progress()
+        return name
+
+    def announced(self, policy: Policy, checkpoint: str | None) -> None:
+        """`policy` is committed, with `checkpoint` if one was written."""
+        self._weight_names[policy.version] = name_of(policy.weights_uri)
+        if checkpoint is not None:
+            self._checkpoint_names.append(checkpoint)
+
+    def prune(self, newest: int) -> None:
+        """Remove orphans and whatever is no longer kept with version `newest` committed.
+
+        Kept are the window's versions and `weights.keep` before it, and the
+        `trainer.keep_checkpoints` newest checkpoints.
+        """
+        oldest = newest - self._window.max_staleness - self._config.weights.keep
+        for version in [v for v in self._weight_names if v < oldest]:
+            del self._weight_names[version]
+        removed = self._store.keep_only(set(self._weight_names.values()))
+        del self._checkpoint_names[: -self._config.trainer.keep_checkpoints]
+        removed += self._checkpoints.keep_only(set(self._checkpoint_names))
+        if removed:
+            log.debug("removed %s", ", ".join(removed))

@@ -1,0 +1,354 @@
+"""The trainer: plans, trains, publishes and commits.
+
+Invariant: a step happened if and only if its ledger record is committed, and that record, the
+policy record of the new version and the consumer-group offsets are committed in one transaction,
+after weights and checkpoint are on disk. A trainer that was fenced can commit nothing. Everything
+it needs to go on after a crash is in the log and in the newest checkpoint.
+"""
+
+import json
+import logging
+import threading
+import time
+import uuid
+
+from dora import __version__
+from dora.bus.reader import BEGINNING, LogReader, Message, Unreadable
+from dora.bus.settings import ClusterSettings
+from dora.bus.topics import RunTopics, TopicAdmin, topic_plan
+from dora.bus.transactions import TransactionalWriter
+from dora.bus.writer import LogWriter
+from dora.config import Config
+from dora.consumers.checkpoints import Checkpoints
+from dora.consumers.heartbeat import PROCESS, Heartbeat
+from dora.consumers.learner import Learner
+from dora.consumers.ledger import LedgerWriter, check_continues, read_ledger
+from dora.consumers.planner import Decision, Planner
+from dora.consumers.publication import Publisher
+from dora.consumers.recovery import Recovery
+from dora.core.ring import slot_partitions
+from dora.core.state import RunState
+from dora.core.window import Window
+from dora.errors import BusError, DeadlineError, DoraError, FencedError, RunError
+from dora.schemas.records import (
+    Admission,
+    DeadLetter,
+    GroupRef,
+    Policy,
+    RunStarted,
+    Step,
+    Trajectory,
+)
+from dora.weights.models import model_directory
+
+log = logging.getLogger(__name__)
+
+JOURNAL = 0
+READ_SECONDS = 300.0
+SET_ASIDE_SECONDS = 0.1
+PROBES = 8
+
+
+class Trainer:
+    """The one trainer of a run; making it fences an older one. `run` does everything."""
+
+    def __init__(self, config: Config, settings: ClusterSettings) -> None:
+        self._config = config
+        self._settings = settings
+        self._run = config.run.name
+        self._topics = RunTopics(self._run)
+        self._window = Window(config.window.max_staleness, config.window.groups_per_step)
+        self._state = RunState(
+            self._window, config.window.group_size, config.task.success_threshold
+        )
+        self._checkpoints = Checkpoints(config.run_directory / "checkpoints")
+        self._policies: dict[int, Policy] = {}
+        self._started_at = time.monotonic()
+        self._admin = TopicAdmin(settings)
+        self._admin.ping()
+        self._admin.verify(topic_plan(config))
+        # Fences an older trainer before the ledger is read, so that what is read is complete.
+        self._transactions = TransactionalWriter(
+            settings,
+            f"{self._run}.trainer",
+            client_id=PROCESS,
+            transaction_timeout=config.kafka.transaction_timeout_seconds,
+        )
+        self._reader = LogReader(settings, client_id=PROCESS)
+        self._writer = LogWriter(settings, client_id=PROCESS)
+        self._heartbeat = Heartbeat(config, self._writer)
+        self._ledger = LedgerWriter(
+            self._run, self._heartbeat.incarnation, self._transactions, self._state
+        )
+        self._learner: Learner
+        self._planner: Planner
+        self._publisher: Publisher
+
+    def run(self, stop: threading.Event) -> None:
+        """Train until `trainer.steps` are committed or `stop` is set (looked at between steps).
+
+        Raises FencedError when another trainer took over, RunError when the recorded run is not
+        this configuration's or cannot be redone, DeadlineError when no batch becomes admissible in
+        `trainer.batch_timeout_seconds`, and whatever Kafka, the model or the disk refuse.
+        """
+        try:
+            self._heartbeat.say("starting", "reading the ledger")
+            if self._prepare():
+                self._follow()
+                while not self._complete and not stop.is_set():
+                    self._take_step(stop)
+            done = "all steps are committed" if self._complete else "stopped between two steps"
+            log.info("%s: version %d", done, self._state.newest)
+            self._heartbeat.say("stopped", done)
+        except FencedError:
+            raise  # the status is the other trainer's now
+        except DoraError as error:
+            self._report_failure(error)
+            raise
+        finally:
+            self._transactions.close()
+            self._reader.close()
+            self._writer.close()
+
+    def _report_failure(self, error: DoraError) -> None:
+        try:
+            self._heartbeat.say("failed", error.message)
+        except BusError as undelivered:
+            log.warning("the failure could not be reported: %s", undelivered.message)
+
+    @property
+    def _complete(self) -> bool:
+        return self._state.newest >= self._config.trainer.steps
+
+    def _prepare(self) -> bool:
+        """Read the ledger and bring the learner to its end; False if nothing is left to do."""
+        history = read_ledger(
+            self._reader, self._topics, self._state, self._checkpoints.names(), READ_SECONDS
+        )
+        if history.started is not None:
+            check_continues(
+                history.started,
+                self._config,
+                self._admin.cluster_id(),
+                self._admin.topic_ids(self._run),
+            )
+        self._policies = history.policies
+        self._heartbeat.version = self._state.newest
+        if self._complete:
+            return False
+        self._heartbeat.say("loading", "loading the model")
+        model = model_directory(self._config.policy.model)
+        beat = self._heartbeat.beat
+        self._learner = Learner(model, self._config, progress=beat)
+        self._planner = Planner(self._state, self._config.trainer.loss, self._learner.vocabulary)
+        self._publisher = Publisher(self._config, self._learner, model, self._reader, history, beat)
+        if history.started is None:
+            self._begin()
+        else:
+            recovery = Recovery(
+                self._config,
+                self._settings,
+                self._learner,
+                lambda message: self._heartbeat.say("training", message),
+            )
+            recovery.run(history, self._state.newest)
+        self._publisher.prune(self._state.newest)
+        return True
+
+    def _begin(self) -> None:
+        """Begin the run: publish version 0 and commit the ledger's first record with it."""
+        self._publisher.prune(0)
+        policy = self._publisher.publish(0)
+        started = RunStarted(
+            run=self._run,
+            run_id=uuid.uuid4().hex,
+            dora_version=__version__,
+            identity=json.dumps(self._config.identity()),
+            max_staleness=self._window.max_staleness,
+            groups_per_step=self._window.groups_per_step,
+            group_size=self._config.window.group_size,
+            ring=self._config.window.ring,
+            lanes=self._config.kafka.lanes,
+            cluster_id=self._admin.cluster_id(),
+            topic_ids=self._admin.topic_ids(self._run),
+            created_ms=time.time_ns() // 1_000_000,
+        )
+        self._ledger.begin(started, policy)
+        self._publisher.announced(policy, None)
+        self._policies[0] = policy
+        self._heartbeat.version = 0
+        log.info("run %s begins with version 0, %d parameters", self._run, self._learner.parameters)
+
+    def _follow(self) -> None:
+        """Read the journal from its start, and trajectories from where each live version's slot
+        starts. Slots of no live version are read from their ends: nothing is generated for a new
+        version before this process announces it."""
+        kafka, ring = self._config.kafka, self._config.window.ring
+        every = [
+            (self._topics.trajectories, index)
+            for version in range(ring)
+            for index in slot_partitions(version, ring, kafka.lanes)
+        ]
+        positions = dict(self._reader.end_offsets(every))
+        for version in range(self._window.oldest_live(self._state.newest), self._state.newest + 1):
+            policy = self._policies.get(version)
+            if policy is None:
+                raise RunError(f"the policies topic of run {self._run} has no version {version}")
+            for slot in policy.slots:
+                if slot.topic == self._topics.trajectories:
+                    positions[slot.topic, slot.partition] = slot.offset
+        positions[self._topics.dispatch, JOURNAL] = BEGINNING
+        self._reader.assign(positions)
+
+    def _take_step(self, stop: threading.Event) -> None:
+        """Wait for an admissible batch and train it; returns early if `stop` is set."""
+        waited_from = time.monotonic()
+        decision = self._await_batch(stop, waited_from)
+        if decision is None:
+            return
+        train_from = time.monotonic()
+        live = float(len(self._state.live_versions()))
+        version = self._state.newest
+        self._heartbeat.say("training", f"step {version} -> {version + 1}")
+        groups = [prepared.samples for prepared in decision.batch]
+        probes = self._planner.probes(decision.batch, PROBES)
+        metrics = self._learner.update(groups, version, probes)
+        publish_from = time.monotonic()
+        policy = self._publisher.publish(version + 1)
+        checkpoint = self._publisher.write_checkpoint(policy)
+        now = time.monotonic()
+        surplus = self._state.counters.duplicates + self._state.counters.late
+        metrics |= {
+            "live_versions": live,
+            "duplicates_ignored": float(surplus),
+            "idle_seconds": train_from - waited_from,
+            "train_seconds": publish_from - train_from,
+            "publish_seconds": now - publish_from,
+            "step_seconds": now - waited_from,
+            "wall_seconds": now - self._started_at,
+        }
+        trained = [prepared.ref for prepared in decision.batch]
+        step = self._ledger.commit_step(
+            policy, trained, decision.set_aside, metrics, checkpoint, self._read()
+        )
+        self._committed(step)
+        self._announced(policy, checkpoint)
+        log.info(
+            "version %d: reward %.3f, %d groups set aside, waited %.1f s, trained %.2f s",
+            policy.version,
+            metrics["reward_mean"],
+            len(decision.set_aside),
+            metrics["idle_seconds"],
+            metrics["train_seconds"],
+        )
+
+    def _committed(self, step: Step) -> None:
+        self._planner.committed(step)
+        self._heartbeat.version = self._state.newest
+        self._heartbeat.beat()
+
+    def _announced(self, policy: Policy, checkpoint: str | None) -> None:
+        self._policies[policy.version] = policy
+        for version in [v for v in self._policies if v < policy.version]:
+            del self._policies[version]
+        self._publisher.announced(policy, checkpoint)
+        self._publisher.prune(policy.version)
+
+    def _read(self) -> dict[tuple[str, int], int]:
+        """Positions in the topics whose lag says something: journal and trajectories."""
+        return {
+            place: offset
+            for place, offset in self._reader.positions().items()
+            if place[0] in (self._topics.trajectories, self._topics.dispatch)
+        }
+
+    def _await_batch(self, stop: threading.Event, since: float) -> Decision | None:
+        """Poll until a batch is admissible; None if `stop` was set first."""
+        timeout = self._config.trainer.batch_timeout_seconds
+        aside_at = since
+        self._take(self._reader.poll())
+        while not stop.is_set():
+            decision = self._planner.decide()
+            if decision.blocked is None:
+                return decision
+            now = time.monotonic()
+            if decision.set_aside and now - aside_at >= SET_ASIDE_SECONDS:
+                # Committed by itself, or an environment where all fails would fill the window.
+                self._set_aside(decision.set_aside)
+                aside_at = now
+                continue
+            if now - since > timeout:
+                raise DeadlineError(
+                    f"no batch became admissible in {timeout:g} s at version "
+                    f"{self._state.newest}: {decision.blocked.reason} "
+                    f"({self._planner.waiting_for()})",
+                    hint="See which processes live with `dora status`; a longer wait is "
+                    "trainer.batch_timeout_seconds.",
+                )
+            self._heartbeat.metrics = {
+                "outstanding": float(self._state.outstanding_total),
+                "complete_groups": float(len(self._state.complete_groups())),
+            }
+            self._heartbeat.say("waiting", decision.blocked.reason)
+            self._take(self._reader.poll(timeout=SET_ASIDE_SECONDS))
+        return None
+
+    def _set_aside(self, refs: tuple[GroupRef, ...]) -> None:
+        newest = self._policies[self._state.newest]
+        metrics = {"wall_seconds": time.monotonic() - self._started_at}
+        step = self._ledger.commit_set_aside(newest.weights_checksum, refs, metrics, self._read())
+        self._committed(step)
+        log.info("%d groups set aside, the first because of: %s", len(refs), refs[0].reason)
+
+    def _take(self, messages: list[Message]) -> None:
+        for message in messages:
+            value = message.value
+            match value:
+                case Unreadable():
+                    self._unreadable(message, value)
+                case Trajectory() if value.purpose == "train":
+                    self._planner.take(value, message.partition, message.offset)
+                case Admission() if value.purpose == "train":
+                    try:
+                        self._state.admit(value)
+                    except ValueError as error:
+                        raise RunError(
+                            f"{message.topic} offset {message.offset} contradicts the journal "
+                            f"before it: {error}"
+                        ) from error
+                case Step():
+                    self._check_own(value)
+                case _:
+                    pass
+
+    def _check_own(self, step: Step) -> None:
+        """Steps that arrive are echoes of this trainer's own; another's mean that it took over."""
+        if step.trainer != self._heartbeat.incarnation:
+            raise FencedError(
+                f"another trainer committed step {step.version_in} -> {step.version_out} of run "
+                f"{self._run}",
+                hint="Only one trainer of a run is active, the one started last. End this one.",
+            )
+
+    def _unreadable(self, message: Message, value: Unreadable) -> None:
+        place = f"{message.topic} partition {message.partition} offset {message.offset}"
+        if message.topic != self._topics.trajectories:
+            raise RunError(
+                f"{place} cannot be read ({value.code}): {value.reason}",
+                hint="Without it the order of admissions is unknown. The topic is damaged, or was "
+                "written by a newer dora.",
+            )
+        log.warning("%s cannot be read (%s): %s", place, value.code, value.reason)
+        letter = DeadLetter(
+            run=self._run,
+            code=value.code,
+            reason=value.reason,
+            process=PROCESS,
+            created_ms=time.time_ns() // 1_000_000,
+            topic=message.topic,
+            partition=message.partition,
+            offset=message.offset,
+            trajectory_id=message.key or "",
+            payload=value.payload,
+        )
+        self._writer.send(self._topics.dead_letters, letter, key=PROCESS)

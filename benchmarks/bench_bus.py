@@ -50,11 +50,11 @@ def chunk(run: str, tokens: int, sequence: int) -> Chunk:
 
 @contextmanager
 def timed(what: str, records: int) -> Iterator[None]:
-    """Print the rate of what happens inside."""
-    begin = time.perf_counter()
+    """Print the rate of what happens inside, and this process's own CPU time for each record."""
+    begin, cpu = time.perf_counter(), time.process_time()
     yield
-    seconds = time.perf_counter() - begin
-    print(f"{what:34s} {records / seconds:12,.0f} records/s {seconds / records * 1e6:8.1f} µs each")
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    print(f"{what:34s} {records / seconds:10,.0f} records/s {cpu / records * 1e6:8.1f} µs CPU each")
 
 
 def main() -> None:

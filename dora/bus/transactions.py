@@ -147,12 +147,17 @@ class TransactionalWriter:
     ) -> None:
         if self._broken is not None:
             raise self._broken
-        self._deliveries.raise_failed()
+        self._deliveries.serve()
         try:
+            self._deliveries.raise_failed()
             self._deliveries.send(topic, record, key, partition, trace)
         except BusError as error:
             if self._deliveries.failures.fatal is not None:
                 self._broken = error
+            elif error is self._deliveries.failed:
+                raise TransactionAbortedError(
+                    f"nothing was written: {error.message}", hint=error.hint
+                ) from error
             raise
 
     def _send_offsets(self, group: str, offsets: Mapping[tuple[str, int], int]) -> None:
@@ -187,12 +192,7 @@ class TransactionalWriter:
                 error = kafka_error(exception)
                 if error.txn_requires_abort():
                     self._abort()
-                    cause = self._deliveries.failed or explain(
-                        error, self._settings, doing, self._deliveries.failures
-                    )
-                    raise TransactionAbortedError(
-                        f"nothing was written: {cause.message}", hint=cause.hint
-                    ) from exception
+                    raise self._aborted(error, doing) from exception
                 if error.fatal() or not _may_be_repeated(error):
                     raise self._fail(error, doing) from exception
                 if time.monotonic() >= deadline:
@@ -211,7 +211,8 @@ class TransactionalWriter:
     def _retry(self, call: Callable[[float], object], doing: str) -> None:
         """Call until it works; raises and marks the writer unusable when it cannot.
 
-        An error that demands an abort is raised as it is, since the block it is raised in aborts.
+        An error that demands an abort is raised as TransactionAbortedError: the block that it
+        leaves aborts.
         """
         deadline = time.monotonic() + self._settings.request_timeout
         while True:
@@ -222,9 +223,7 @@ class TransactionalWriter:
                 error = kafka_error(exception)
                 self._deliveries.serve()
                 if error.txn_requires_abort():
-                    raise self._deliveries.failed or explain(
-                        error, self._settings, doing, self._deliveries.failures
-                    ) from exception
+                    raise self._aborted(error, doing) from exception
                 if (
                     error.fatal()
                     or not _may_be_repeated(error)
@@ -232,6 +231,12 @@ class TransactionalWriter:
                     or self._deliveries.failures.hopeless is not None
                 ):
                     raise self._fail(error, doing) from exception
+
+    def _aborted(self, error: KafkaError, doing: str) -> TransactionAbortedError:
+        cause = self._deliveries.failed or explain(
+            error, self._settings, doing, self._deliveries.failures
+        )
+        return TransactionAbortedError(f"nothing was written: {cause.message}", hint=cause.hint)
 
     def _fail(self, error: KafkaError, doing: str) -> BusError:
         self._deliveries.serve()

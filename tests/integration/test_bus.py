@@ -548,7 +548,7 @@ def test_a_broker_that_is_not_there_is_reported_within_the_timeout() -> None:
 
 def test_tls_to_a_plain_port_is_reported_as_such(settings: ClusterSettings) -> None:
     wrong = ClusterSettings(
-        settings.bootstrap_servers, {"security.protocol": "ssl"}, connect_timeout=5.0
+        settings.bootstrap_servers, {"security.protocol": "ssl"}, connect_timeout=2.0
     )
     with pytest.raises(BusError, match=r"no TLS connection.*PLAINTEXT broker listener") as caught:
         TopicAdmin(wrong).ping()
@@ -564,7 +564,7 @@ def test_credentials_that_are_refused_are_reported_without_the_password(
         "sasl.username": "me",
         "sasl.password": "hunter2",
     }
-    wrong = ClusterSettings(settings.bootstrap_servers, properties, connect_timeout=5.0)
+    wrong = ClusterSettings(settings.bootstrap_servers, properties, connect_timeout=2.0)
     with pytest.raises(BusError) as caught:
         TopicAdmin(wrong).ping()
     assert settings.bootstrap_servers in str(caught.value)

@@ -19,7 +19,12 @@ from confluent_kafka import (
     TopicCollection,
 )
 from confluent_kafka import TopicPartition as KafkaPartition
-from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AdminClient,
+    ConfigResource,
+    NewTopic,
+    OffsetSpec,
+)
 
 from dora.bus.failures import (
     Failures,
@@ -183,8 +188,8 @@ class TopicAdmin:
             for name, topic in topics.items()
             for partition in topic.partitions
         ]
-        begin = self._offsets(places, OffsetSpec.earliest())
-        end = self._offsets(places, OffsetSpec.latest())
+        begin = self._offsets(places, OffsetSpec.earliest())  # type: ignore[no-untyped-call]
+        end = self._offsets(places, OffsetSpec.latest())  # type: ignore[no-untyped-call]
         return [
             TopicInfo(
                 name=name,

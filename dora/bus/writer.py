@@ -23,7 +23,7 @@ from dora.schemas.registry import RECORD_NAMES
 _QUEUE_FULL_WAIT_SECONDS = 0.05
 _CLOSE_SECONDS = 10.0
 
-Headers = list[tuple[str, bytes]]
+Headers = list[tuple[str, str | bytes | None]]
 
 
 class HeaderMaker:

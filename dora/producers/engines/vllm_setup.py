@@ -16,10 +16,24 @@ from typing import Any
 
 from dora.errors import PolicyError
 
+# Loggers that warn of what is intended here, at every start or every update of the weights.
+_ALARMISTS = (
+    "vllm.config.vllm",
+    "vllm.engine.arg_utils",
+    "vllm.model_executor.model_loader.reload.layerwise",
+    "vllm.renderers.base",
+    "vllm.triton_utils.dispatcher",
+    "vllm.v1.engine.input_processor",
+)
+
 
 def import_vllm(threads: int, log_level: int) -> None:
     """Import vLLM once, with the settings that it reads only then."""
     logging.getLogger("vllm").setLevel(log_level)
+    for name in _ALARMISTS:
+        # Whoever asks for more than warnings gets these too.
+        level = logging.ERROR if log_level == logging.WARNING else logging.NOTSET
+        logging.getLogger(name).setLevel(level)
     if "vllm" in sys.modules:
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
             raise PolicyError(
@@ -37,7 +51,8 @@ def import_vllm(threads: int, log_level: int) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     try:
-        import vllm  # noqa: F401
+        # Names, not the bare module: most of vLLM is imported only when one of them is asked for.
+        from vllm import EngineArgs, LLMEngine, SamplingParams  # noqa: F401
     except ImportError as error:
         raise PolicyError(
             f"vLLM is installed but cannot be imported: {error}",

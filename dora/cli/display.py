@@ -199,7 +199,7 @@ def _progress(snapshot: Snapshot) -> RenderableType:
 
 def _figures(snapshot: Snapshot) -> RenderableType:
     metrics = snapshot.metrics
-    table = Table.grid(padding=(0, 3))
+    table = Table.grid(padding=(0, 2))
     success = f"{metrics['success_rate']:.3f}" if "success_rate" in metrics else "-"
     reward = f"{metrics['reward_mean']:.3f}" if "reward_mean" in metrics else "-"
     done = [point for point in snapshot.evaluations if point.finished]
@@ -218,7 +218,7 @@ def _figures(snapshot: Snapshot) -> RenderableType:
         + ("" if snapshot.whole_history else " (of the window)"),
     )
     table.add_row(
-        f"staleness mean {metrics.get('staleness_mean', 0.0):.2f}, max {snapshot.staleness_max} "
+        f"stale {metrics.get('staleness_mean', 0.0):.2f}, max {snapshot.staleness_max} "
         f"of {snapshot.max_staleness}",
         f"trainer idle {idle:.0%}" if idle is not None else "trainer idle -",
         f"log-prob mismatch {mismatch:.1e}" if mismatch is not None else "log-prob mismatch -",
@@ -226,8 +226,8 @@ def _figures(snapshot: Snapshot) -> RenderableType:
     table.add_row(
         f"set aside {snapshot.groups_set_aside} groups",
         f"dead letters {snapshot.dead_letters}",
-        f"ignored: {snapshot.duplicates} duplicate, {snapshot.late} late, "
-        f"{snapshot.foreign} foreign, {snapshot.unreadable} unreadable",
+        f"ignored {snapshot.duplicates + snapshot.late + snapshot.foreign + snapshot.unreadable} "
+        "records",
     )
     return table
 
@@ -261,8 +261,9 @@ def _window(snapshot: Snapshot) -> RenderableType:
 
 def _processes(processes: Sequence[ProcessView], children: Sequence[ChildView]) -> RenderableType:
     table = Table(box=None, padding=(0, 2))
-    for column in ("process", "state", "version", "running", "heard", "what"):
-        table.add_column(column, overflow="fold" if column == "what" else "ellipsis")
+    for column in ("process", "state", "version", "running", "silent for"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("what", overflow="fold")
     local = {child.name: child for child in children}
     for process in processes:
         child = local.pop(process.process, None)
@@ -277,7 +278,7 @@ def _processes(processes: Sequence[ProcessView], children: Sequence[ChildView]) 
             _state(state),
             str(process.version) if process.version >= 0 else "",
             f"{process.running}/{process.capacity}" if process.capacity else "",
-            f"{duration(process.age_seconds)} ago",
+            duration(process.age_seconds),
             Text(what),
         )
     for child in local.values():

@@ -61,6 +61,7 @@ class LocalRun:
         self._own_broker = config.kafka.bootstrap_servers is None
         self._started_broker = False
         self._signal: int | None = None
+        self._launched_ms = time.time_ns() // 1_000_000
 
     def execute(self) -> tuple[dict[str, Any], bool]:
         """Run to the end; the summary, and whether the audit found no violation.
@@ -159,6 +160,7 @@ class LocalRun:
             steps_target=self._config.trainer.steps,
             heartbeat_timeout=rollout.heartbeat_timeout_seconds,
             load_timeout=rollout.load_timeout_seconds,
+            launched_ms=self._launched_ms,
         )
 
     def _complete(self, snapshot: Snapshot) -> bool:
@@ -257,7 +259,9 @@ class LocalRun:
         return [sys.executable, "-m", "dora", *words, *self._source.arguments(self._config)]
 
     def _environment(self) -> dict[str, str]:
-        own = {"PYTHONUNBUFFERED": "1", **ConfigSource.environment(self._config)}
+        own = {"PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"} | ConfigSource.environment(
+            self._config
+        )
         return {**os.environ, **own}
 
     def _finish(self, snapshot: Snapshot) -> tuple[dict[str, Any], bool]:

@@ -48,6 +48,7 @@ class RunView:
         steps_target: int | None = None,
         heartbeat_timeout: float = 30.0,
         load_timeout: float = 900.0,
+        launched_ms: int | None = None,
     ) -> None:
         self.run = run
         self.started: RunStarted | None = None
@@ -57,6 +58,7 @@ class RunView:
         self._steps_target = steps_target
         self._heartbeat_timeout = heartbeat_timeout
         self._load_timeout = load_timeout
+        self._launched_ms = launched_ms
         self._statuses: dict[str, Status] = {}
         self._steps: list[StepPoint] = []
         self._recent: deque[tuple[int, int]] = deque()
@@ -118,6 +120,7 @@ class RunView:
             evaluating=not all(point.complete for point in evaluations),
             step_times_ms=[point.created_ms for point in self._steps],
             processes=processes,
+            launched_ms=self._launched_ms,
         )
         counters = state.counters if state else None
         return Snapshot(
@@ -292,6 +295,7 @@ class RunMonitor:
         steps_target: int | None = None,
         heartbeat_timeout: float = 30.0,
         load_timeout: float = 900.0,
+        launched_ms: int | None = None,
         history: int | None = None,
     ) -> None:
         self.view = RunView(
@@ -299,6 +303,7 @@ class RunMonitor:
             steps_target=steps_target,
             heartbeat_timeout=heartbeat_timeout,
             load_timeout=load_timeout,
+            launched_ms=launched_ms,
         )
         self._topics = RunTopics(run)
         self._history = history

@@ -179,45 +179,52 @@ def assess(
     evaluating: bool,
     step_times_ms: Sequence[int],
     processes: Sequence[ProcessView],
+    launched_ms: int | None = None,
 ) -> tuple[Health, tuple[str, ...]]:
     """Whether the run goes on, and why not.
 
     `step_times_ms` are the commit times of the steps, `evaluating` says whether evaluation
-    trajectories are unfinished.
+    trajectories are unfinished. With `launched_ms`, when the processes were started, those that
+    have not spoken since are given time to load.
     """
     coordinating = any(process.role == "coordinator" and process.alive for process in processes)
     if steps_target is not None and newest >= steps_target and not (evaluating or coordinating):
         return "complete", ()
-    if not processes:
+    if launched_ms is not None:
+        processes = [p for p in processes if time_ms - 1000 * p.age_seconds >= launched_ms]
+    launching = launched_ms is not None and time_ms - launched_ms < 1000 * _FIRST_STEP_SECONDS
+    if not processes and not launching:
         health: Health = "not started" if started_ms is None else "stalled"
         return health, ("no process has reported",)
-    if all(process.state == "stopped" for process in processes):
+    if processes and all(process.state == "stopped" for process in processes) and not launching:
         return "stopped", ("all processes have stopped; `dora run` with the same file goes on",)
-    reasons = _missing(processes)
+    roles = {process.role for process in processes}
+    expected = [role for role in ("trainer", "coordinator", "rollout") if role not in roles]
+    reasons = _missing(processes, [] if launching or started_ms is None else expected)
     if not reasons:
-        reasons = _quiet(time_ms, started_ms, step_times_ms, processes)
+        moments = [moment for moment in (started_ms, launched_ms) if moment is not None]
+        reasons = _quiet(time_ms, max(moments, default=None), step_times_ms, processes)
     if reasons:
         return "stalled", tuple(reasons)
-    return ("starting" if started_ms is None else "running"), ()
+    if expected or started_ms is None:
+        return "starting", tuple(f"waiting for the {role} process" for role in expected)
+    return "running", ()
 
 
-def _missing(processes: Sequence[ProcessView]) -> list[str]:
-    """Which of the processes without which nothing goes on is gone."""
-    reasons = []
+def _missing(processes: Sequence[ProcessView], absent: Sequence[str]) -> list[str]:
+    """Which of the processes without which nothing goes on is gone; `absent` roles never spoke."""
+    reasons = [f"no {role} process has reported" for role in absent]
     coordinator_lives = any(p.alive for p in processes if p.role == "coordinator")
     for role in ("trainer", "coordinator"):
         mine = [process for process in processes if process.role == role]
-        if any(process.alive for process in mine):
-            continue
-        if not mine:
-            reasons.append(f"no {role} has reported")
+        if not mine or any(process.alive for process in mine):
             continue
         last = min(mine, key=lambda process: process.age_seconds)
         # After the last step the trainer ends, and the coordinator has the last version evaluated.
         if not (role == "trainer" and last.state == "stopped" and coordinator_lives):
             reasons.append(_gone(last))
     workers = [process for process in processes if process.role == "rollout"]
-    if not any(worker.alive for worker in workers):
+    if workers and not any(worker.alive for worker in workers):
         reasons.append("no rollout worker is alive")
         reasons += [_gone(worker) for worker in workers]
     return reasons
@@ -240,15 +247,16 @@ def _quiet(
     """Whether there was no step for much longer than steps take."""
     if started_ms is None:
         return []
-    recent = [started_ms, *step_times_ms][-6:]
+    recent = step_times_ms[-6:]
     gaps = [(after - before) / 1000 for before, after in itertools.pairwise(recent)]
     usual = statistics.median(gaps) if gaps else 0.0
-    allowed = max(_QUIET_SECONDS, _PATIENCE * usual) if step_times_ms else _FIRST_STEP_SECONDS
-    quiet = (time_ms - recent[-1]) / 1000
+    went_on = bool(recent) and recent[-1] > started_ms
+    allowed = max(_QUIET_SECONDS, _PATIENCE * usual) if went_on else _FIRST_STEP_SECONDS
+    quiet = (time_ms - max([started_ms, *recent])) / 1000
     if quiet <= allowed:
         return []
     reason = f"no step for {quiet:.0f} s"
-    if step_times_ms:
+    if gaps:
         reason += f" (a step takes {usual:.0f} s otherwise)"
     said = [p.message for p in processes if p.role == "trainer" and p.alive and p.message]
     return [f"{reason}; the trainer says: {said[0]}" if said else reason]

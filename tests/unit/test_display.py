@@ -146,7 +146,7 @@ def test_an_empty_log_is_not_started() -> None:
     ("statuses", "now", "reason"),
     [
         ([], 23_000, "no process has reported"),
-        ([status("coordinator", at=22_000), status("w0", at=22_000)], 23_000, "no trainer"),
+        ([status("coordinator", at=22_000), status("w0", at=22_000)], 23_000, "no trainer process"),
         (alive(22_000), 60_000, "trainer silent for 38 s"),
         ([*alive(22_000), status("trainer", "failed", message="out of memory")], 23_000, "memory"),
         (
@@ -164,6 +164,23 @@ def test_a_stalled_run_is_called_stalled_and_why(
     assert snapshot.health == "stalled"
     assert reason in "; ".join(snapshot.reasons)
     assert reason.split(";")[0] in drawn(snapshot)
+
+
+def test_processes_that_were_just_launched_are_given_time_to_load() -> None:
+    gone = [status(name, "stopped", at=22_000) for name in ("trainer", "coordinator", "w0")]
+    view = RunView("r", launched_ms=50_000)
+    for record in [*two_steps(), *gone, status("coordinator", at=60_000)]:
+        view.take(message(record))
+    snapshot = view.snapshot(61_000)
+    assert snapshot.health == "starting"
+    assert snapshot.reasons == (
+        "waiting for the trainer process",
+        "waiting for the rollout process",
+    )
+    for record in alive(70_000):
+        view.take(message(record))
+    assert view.snapshot(71_000).health == "running"
+    assert view.snapshot(900_000).health == "stalled"
 
 
 def test_loading_weights_is_not_silence() -> None:

@@ -27,9 +27,9 @@ setup: .venv/ready .venv/jars
 	test -x $(BIN)/python || $(UV) venv --quiet --python $(PYTHON) .venv
 ifeq ($(TORCH),cpu)
 	grep -vE '^(nvidia-|cuda-|triton==)' requirements/cpu.txt > .venv/requirements.txt
-	VIRTUAL_ENV=$(CURDIR)/.venv $(UV) pip sync --quiet --torch-backend cpu .venv/requirements.txt
+	VIRTUAL_ENV=$(CURDIR)/.venv $(UV) pip sync --quiet --compile-bytecode --torch-backend cpu .venv/requirements.txt
 else
-	VIRTUAL_ENV=$(CURDIR)/.venv $(UV) pip sync --quiet requirements/cpu.txt
+	VIRTUAL_ENV=$(CURDIR)/.venv $(UV) pip sync --quiet --compile-bytecode requirements/cpu.txt
 endif
 	VIRTUAL_ENV=$(CURDIR)/.venv $(UV) pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 ALPHABET = "=0123456789abcdefghijklmnopqrstuvwxyz"
+IGNORED = -100
 VOCABULARY = {token: number for number, token in enumerate([PAD, EOS, UNKNOWN, *ALPHABET])}
 
 _PAIRS = re.compile(r"(?:[0-9][a-z])*")
@@ -135,12 +136,12 @@ def prepare_long_tail(directory: Path, config: "Config") -> None:
 def prepare_policy(directory: Path, config: "Config", recipe: WarmStart) -> None:
     """Train the warm start and put the finished directory in place in one move.
 
-    Deterministic for a seed (`run.seed`) and a number of threads (`trainer.threads`).
+    Deterministic for a seed (`run.seed`) and a number of threads.
     """
     import torch
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(config.trainer.threads)
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
     try:
         model = new_model(config.run.seed)
         warm_up(model, training_words(config), recipe, config.run.seed)
@@ -221,17 +222,22 @@ def warm_up(model: Any, words: list[str], recipe: WarmStart, seed: int) -> None:
     started = time.monotonic()
     model.train()
     for step in range(1, recipe.steps + 1):
-        tokens, labels, mask = _batch(words, recipe, rng)
-        loss = model(input_ids=tokens, attention_mask=mask, labels=labels, use_cache=False).loss
         optimizer.zero_grad()
-        loss.backward()
+        loss = 0.0
+        for tokens, labels, share in _batch(words, recipe, rng):
+            logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+            part = share * torch.nn.functional.cross_entropy(
+                logits.transpose(1, 2), labels[:, 1:], ignore_index=IGNORED
+            )
+            part.backward()
+            loss += part.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         if step % 50 == 0 or step == recipe.steps:
             elapsed = time.monotonic() - started
             print(
-                f"warm start: step {step}/{recipe.steps} loss {loss.item():.3f} ({elapsed:.0f} s)",
+                f"warm start: step {step}/{recipe.steps} loss {loss:.3f} ({elapsed:.0f} s)",
                 flush=True,
             )
     model.eval()
@@ -239,7 +245,12 @@ def warm_up(model: Any, words: list[str], recipe: WarmStart, seed: int) -> None:
 
 def _batch(
     words: list[str], recipe: WarmStart, rng: random.Random
-) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor]":
+) -> "Iterator[tuple[torch.Tensor, torch.Tensor, float]]":
+    """A batch in parts of similar length, so that little is padding: tokens [rows, width], labels
+    [rows, width], and the part's share of the batch's labels.
+
+    Padding is on the right, behind everything that causal attention can see.
+    """
     import torch
 
     rows = []
@@ -247,16 +258,19 @@ def _batch(
         prompt = encode(number_letters(word))
         response = [*encode(demonstrate(word, recipe, rng)), VOCABULARY[EOS]]
         rows.append((prompt, response[: recipe.longest]))
-    width = max(len(prompt) + len(response) for prompt, response in rows)
-    tokens = torch.full((len(rows), width), VOCABULARY[PAD])
-    labels = torch.full((len(rows), width), -100)
-    mask = torch.zeros((len(rows), width), dtype=torch.long)
-    for row, (prompt, response) in enumerate(rows):
-        length = len(prompt) + len(response)
-        tokens[row, :length] = torch.tensor(prompt + response)
-        labels[row, len(prompt) : length] = torch.tensor(response)
-        mask[row, :length] = 1
-    return tokens, labels, mask
+    rows.sort(key=lambda row: len(row[0]) + len(row[1]))
+    total = sum(len(response) for _, response in rows)
+    size = -(-len(rows) // 3)
+    for start in range(0, len(rows), size):
+        part = rows[start : start + size]
+        width = len(part[-1][0]) + len(part[-1][1])
+        tokens = torch.full((len(part), width), VOCABULARY[PAD])
+        labels = torch.full((len(part), width), IGNORED)
+        for row, (prompt, response) in enumerate(part):
+            length = len(prompt) + len(response)
+            tokens[row, :length] = torch.tensor(prompt + response)
+            labels[row, len(prompt) : length] = torch.tensor(response)
+        yield tokens, labels, sum(len(response) for _, response in part) / total
 
 
 def sample(

@@ -120,8 +120,10 @@ class PlainDisplay:
                     f"{evaluation.success_rate:.3f} of {evaluation.finished} held-out prompts"
                 )
         for process in snapshot.processes:
-            # Waiting and training alternate at each step: they are no news.
-            state = "at work" if process.state in ("training", "waiting") else process.state
+            # Training and waiting, loading and ready alternate at each step: they are no news.
+            busy = ("training", "waiting") if process.role == "trainer" else ("loading", "ready")
+            at_work = process.version >= 0 and process.state in busy
+            state = "at work" if at_work else process.state
             if process.silent and not process.ended:
                 state = "silent"
             if self._states.get(process.process) != state:

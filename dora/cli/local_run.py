@@ -223,12 +223,29 @@ class LocalRun:
                 watched.reopen(lambda: self._monitor(settings), display)
             if now >= draw_at:
                 draw_at = now + _DRAW_SECONDS
-                display.update(watched.monitor.snapshot(), supervisor.views())
+                snapshot = watched.monitor.snapshot()
+                self._end_hung(snapshot, supervisor)
+                display.update(snapshot, supervisor.views())
             if supervisor.done("trainer") and supervisor.done("coordinator"):
                 last_call = last_call or now
                 workers = (view.state for view in supervisor.views())
                 if now - last_call > _LAST_WORKERS_SECONDS or all(s == "done" for s in workers):
                     return
+
+    def _end_hung(self, snapshot: Snapshot, supervisor: Supervisor) -> None:
+        """Kill a process that has been silent for longer than any call to Kafka may take.
+
+        librdkafka has calls that never return once their broker was lost in the middle. While
+        nobody is heard, it is the cluster that is away, and killing would not help.
+        """
+        limit = self._config.rollout.heartbeat_timeout_seconds
+        limit += self._config.kafka.request_timeout_seconds
+        if not any(process.alive for process in snapshot.processes):
+            return
+        for process in snapshot.processes:
+            silence = min(process.age_seconds, supervisor.running_seconds(process.process))
+            if process.silent and not process.ended and silence > limit:
+                supervisor.end_hung(process.process, f"it has been silent for {silence:.0f} s")
 
     def _keep_broker(self, display: Display) -> None:
         """Start the local broker again if it died; the log on disk is what counts."""

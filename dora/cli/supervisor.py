@@ -113,6 +113,24 @@ class Supervisor:
                 if code is not None:
                     self._ended(child, code, now)
 
+    def end_hung(self, name: str, reason: str) -> None:
+        """Kill a child that runs and does nothing; `poll` then starts it again."""
+        for child in self._children:
+            if child.spec.name == name and child.state == "running":
+                self._on_event(f"{name} is killed: {reason}")
+                _signal(child, signal.SIGKILL)
+
+    def running_seconds(self, name: str) -> float:
+        """How long the child has been running; 0 if it is not."""
+        return max(
+            (
+                self._clock() - child.started
+                for child in self._children
+                if child.spec.name == name and child.state == "running"
+            ),
+            default=0.0,
+        )
+
     def done(self, name: str) -> bool:
         """Whether the child has finished its work."""
         return any(c.spec.name == name and c.state == "done" for c in self._children)

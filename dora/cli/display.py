@@ -95,6 +95,7 @@ class PlainDisplay:
         self._evaluated: set[int] = set()
         self._states: dict[str, str] = {}
         self._health = ""
+        self._begun = False
 
     def __enter__(self) -> Self:
         return self
@@ -108,7 +109,10 @@ class PlainDisplay:
         return None
 
     def update(self, snapshot: Snapshot, children: Sequence[ChildView]) -> None:
-        """Print what is new since the last call."""
+        """Print what is new since the last call; the first call finds nothing old new."""
+        if not self._begun:
+            self._begun = True
+            self._pass_over(snapshot)
         for point in snapshot.steps[self._steps :]:
             self.note(step_line(point, snapshot))
         self._steps = len(snapshot.steps)
@@ -134,6 +138,18 @@ class PlainDisplay:
             self._health = snapshot.health
             if snapshot.health == "stalled":
                 self.note("stalled: " + "; ".join(snapshot.reasons))
+
+    def _pass_over(self, snapshot: Snapshot) -> None:
+        """What a run that goes on had done before is said in one line."""
+        if snapshot.steps:
+            self._steps = len(snapshot.steps)
+            self.note(f"the run goes on after {step_line(snapshot.steps[-1], snapshot)}")
+        self._evaluated = {point.version for point in snapshot.evaluations if point.complete}
+        self._states = {
+            process.process: "silent" if process.silent and not process.ended else process.state
+            for process in snapshot.processes
+            if not process.alive
+        }
 
     def note(self, text: str) -> None:
         """Print a line."""

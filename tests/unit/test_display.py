@@ -233,6 +233,7 @@ def test_the_picture_holds_every_process_and_its_child() -> None:
 def test_plain_lines_tell_each_step_evaluation_and_change_once() -> None:
     stream = io.StringIO()
     display = PlainDisplay(Console(file=stream, width=40))
+    display.update(fold().snapshot(0), ())
     view = fold(*two_steps(), *alive(22_000), target=4)
     for _ in range(3):
         display.update(view.snapshot(23_000), ())
@@ -245,6 +246,23 @@ def test_plain_lines_tell_each_step_evaluation_and_change_once() -> None:
     assert lines[-2:] == [
         "w0 failed: canary differs",
         "stalled: no rollout worker is alive; w0 failed: canary differs (pid 0)",
+    ]
+
+
+def test_plain_lines_of_a_run_that_goes_on_pass_over_what_was_done_before() -> None:
+    stream = io.StringIO()
+    display = PlainDisplay(Console(file=stream, width=40))
+    gone = [status(name, "stopped", at=22_000) for name in ("trainer", "coordinator", "w0")]
+    view = RunView("r", steps_target=4, launched_ms=30_000)
+    for offset, record in enumerate([*two_steps(), *gone]):
+        view.take(message(record, offset))
+    display.update(view.snapshot(31_000), ())
+    view.take(message(status("w0", "starting", at=32_000)))
+    display.update(view.snapshot(33_000), ())
+    assert stream.getvalue().splitlines() == [
+        "the run goes on after step 2/4  success 0.750  reward 0.800  stale 0.00  live 2  "
+        "tok/s 4  mismatch 3.0e-03",
+        "w0 starting",
     ]
 
 

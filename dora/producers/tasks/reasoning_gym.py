@@ -22,7 +22,7 @@ from dora.producers.tasks.base import (
 from dora.producers.tasks.gym_library import load_dataset
 
 DEFAULT_SIZE = 10_000
-ATTEMPTS = 10_000
+ATTEMPTS = 4_000
 KEPT_PAGES = 4
 
 

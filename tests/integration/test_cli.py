@@ -1,6 +1,7 @@
 """Commands that read a run's log, against a real Kafka that holds a small run."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -266,3 +267,89 @@ def test_the_readers_leave_no_trace_in_the_log(log: Log) -> None:
     invoke(log.settings, "tail", log.run, "-o", "beginning", "--exit")
     assert reader.end_offsets(topics) == before
     reader.close()
+
+
+DRY_RUN = """
+[run]
+name = "dry"
+[policy]
+model = "model"
+prepare = "hooks:prepare"
+[task]
+kind = "jsonl"
+path = "words.jsonl"
+verifier = "hooks:verify"
+[trainer]
+steps = 3
+[rollout]
+engine = "emulated"
+"""
+
+
+@pytest.fixture
+def prepared_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "run.toml").write_text(DRY_RUN)
+    (tmp_path / "words.jsonl").write_text('{"prompt": "sun", "answer": "nus"}\n' * 20)
+    (tmp_path / "hooks.py").write_text(
+        "def prepare(directory, config): ...\ndef verify(response, item): return 1.0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "hooks", raising=False)
+    return tmp_path
+
+
+def test_a_dry_run_says_what_would_be_done_and_does_nothing(prepared_directory: Path) -> None:
+    before = sorted(prepared_directory.rglob("*"))
+    result = CliRunner().invoke(cli, ["run", "run.toml", "--dry-run", "--json"])
+    assert result.exit_code == 0, result.output
+    checks = {check["subject"]: check for check in json.loads(result.stdout)["checks"]}
+    assert checks["task.verifier"]["outcome"] == "ok"
+    assert checks["model"]["detail"] == "make model with hooks:prepare"
+    assert "start a local broker" in checks["kafka"]["detail"]
+    assert checks["processes"]["detail"] == "start coordinator, trainer, w0"
+    left = [
+        path for path in sorted(prepared_directory.rglob("*")) if "__pycache__" not in str(path)
+    ]
+    assert left == before
+
+
+def test_a_dry_run_finds_all_problems_at_once(prepared_directory: Path) -> None:
+    (prepared_directory / "words.jsonl").write_text("no json\n")
+    (prepared_directory / "hooks.py").write_text("def prepare(directory, config): ...\n")
+    result = CliRunner().invoke(cli, ["run", "run.toml", "--dry-run", "--json"])
+    assert result.exit_code == 1
+    problems = {
+        check["subject"]: check["detail"]
+        for check in json.loads(result.stdout)["checks"]
+        if check["outcome"] == "problem"
+    }
+    assert 'has no "verify"' in problems["task.verifier"]
+    assert "words.jsonl" in problems["prompts"]
+    assert "nothing was started" in result.stderr
+
+
+def test_a_failing_prepare_leaves_no_model_directory(prepared_directory: Path) -> None:
+    (prepared_directory / "hooks.py").write_text(
+        "def prepare(directory, config):\n    directory.mkdir()\n    raise SystemExit(3)\n"
+    )
+    result = CliRunner().invoke(cli, ["prepare", "run.toml"])
+    assert result.exit_code == 3
+    assert not (prepared_directory / "model").exists()
+
+
+def test_doctor_reports_each_finding_for_programs(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, ["doctor", "--json", "--broker-dir", str(tmp_path / "none")])
+    report = json.loads(result.stdout)
+    assert result.exit_code == (0 if report["ok"] else 1)
+    subjects = {finding["subject"] for finding in report["findings"]}
+    assert {"python", "java", "torch", "deepspeed", "c++ compiler", "broker"} <= subjects
+    missing = [finding for finding in report["findings"] if finding["verdict"] == "missing"]
+    assert all(finding["remedy"] for finding in missing)
+
+
+def test_doctor_refuses_a_wrong_configuration(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[run]\nname = 1\n")
+    result = CliRunner().invoke(cli, ["doctor", str(tmp_path / "run.toml"), "--json"])
+    assert result.exit_code == 1
+    finding = json.loads(result.stdout)["findings"][-1]
+    assert (finding["subject"], finding["verdict"]) == ("configuration", "missing")

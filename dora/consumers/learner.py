@@ -6,6 +6,7 @@ state and update count before it and on the samples, bit for bit; and the model 
 """
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -78,6 +79,9 @@ class Learner:
         self._engine, *_ = self._deepspeed.initialize(
             model=policy, optimizer=optimizer, config=self._settings, dist_init_required=False
         )
+        if self.world == 1 and self._plain:
+            # DeepSpeed would copy all gradients to and fro to add them up over a single rank.
+            self._engine.enable_backward_allreduce = False
         self.updates = 0
 
     @property
@@ -96,7 +100,8 @@ class Learner:
         scores none, `probes`, further samples of the current version, are scored for it; if there
         are none either, these metrics are left out. The difference over older samples, which holds
         the drift of the policy too, is `logprob_drift_mean`. An optimizer batch in which no sample
-        can have a gradient leaves weights and optimizer state alone.
+        can have a gradient leaves weights and optimizer state alone. Raises PolicyError when the
+        gradient is infinite or no number.
         """
         parts = [
             [sample for group in part for sample in group]
@@ -197,10 +202,24 @@ class Learner:
                     mismatch_of(batch, logprobs.detach(), *observe)
             self._progress()
         norm = self._clip() if self._plain else 0.0
+        self._check_finite(norm)
         self._engine.step()
         if not self._plain:
             norm = float(self._engine.get_global_grad_norm() or 0.0)
+            self._check_finite(norm)
         return norm
+
+    def _check_finite(self, norm: float) -> None:
+        """Stop before weights that are no numbers are published. float16 scales its loss and skips
+        such updates itself."""
+        if not math.isfinite(norm) and self._config.policy.dtype != "float16":
+            raise PolicyError(
+                f"the gradient of optimizer update {self.updates} is {norm}; nothing of this step "
+                "is published",
+                hint="Training diverged, or the model overflows. Lower "
+                "trainer.optimizer.learning_rate, or set trainer.loss.clip_dual and "
+                "trainer.loss.importance_cap; changed values need a new run.name.",
+            )
 
     def _clip(self) -> float:
         parameters = [p for p in self._engine.module.parameters() if p.grad is not None]

@@ -5,7 +5,7 @@ none is forgotten. Samples are kept for outstanding groups only, so memory is bo
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dora.config import LossSection
 from dora.consumers.advantages import has_signal
@@ -159,8 +159,3 @@ class Planner:
             )
             parts.append(f"version {version}: {count} groups, {missing} trajectories unfinished")
         return "; ".join(parts) or "no group is outstanding"
-
-
-def without_reason(ref: GroupRef) -> GroupRef:
-    """The reference as it stands among the trained groups."""
-    return replace(ref, reason=None)

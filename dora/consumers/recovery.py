@@ -5,6 +5,7 @@ and offset, in the recorded order; and its weights are compared with what was an
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -139,8 +140,9 @@ def check_close(state: Mapping[str, torch.Tensor], published: Path, version: int
             raise RunError(f"the published version {version} has {name}, the trainer does not")
         found = state[name].detach().cpu().float()
         scale = max(float(expected.float().abs().max()), 1e-8)
-        largest = max(largest, float((found - expected.float()).abs().max()) / scale)
-    if not largest <= REDO_TOLERANCE:
+        difference = float((found - expected.float()).abs().max()) / scale
+        largest = max(largest, difference if math.isfinite(difference) else math.inf)
+    if largest > REDO_TOLERANCE:
         raise RunError(
             f"redone weights of version {version} differ from the published ones by {largest:.2g} "
             f"of the largest weight; {REDO_TOLERANCE:g} is accepted",

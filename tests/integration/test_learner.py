@@ -131,7 +131,7 @@ def test_the_update_does_not_depend_on_how_the_batch_is_cut(model: Path, loss: A
             assert close.float().mean() > 0.995, name
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_zero_stage_gives_the_same_update(model: Path, stage: int) -> None:
     plain_metrics, plain = deltas(
         model, config(model, {"max_tokens_per_micro_batch": 60}), groups(1)
@@ -204,6 +204,18 @@ def test_a_batch_without_signal_changes_nothing(model: Path) -> None:
     metrics = learner.update(quiet, version=1)
     assert learner.weights_checksum() == checksum
     assert metrics["optimizer_updates"] == 0 and metrics["signal_fraction"] == 0
+
+
+def test_a_gradient_that_is_no_number_stops_the_step_before_the_weights_change(
+    model: Path,
+) -> None:
+    learner = Learner(model, config(model))
+    checksum = learner.weights_checksum()
+    batch = groups(1)
+    batch[1][0].behaviour[:] = np.nan
+    with pytest.raises(PolicyError, match="gradient of optimizer update 0 is nan"):
+        learner.update(batch, version=0)
+    assert learner.weights_checksum() == checksum
 
 
 def test_the_reference_policy_holds_the_policy_back(model: Path) -> None:

@@ -1,6 +1,7 @@
 """The learner with real DeepSpeed on a small model."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,7 @@ def test_a_gradient_that_is_no_number_stops_the_step_before_the_weights_change(
     learner = Learner(model, config(model))
     checksum = learner.weights_checksum()
     batch = groups(1)
-    batch[1][0].behaviour[:] = np.nan
+    batch[1][0] = replace(batch[1][0], advantage=float("nan"))
     with pytest.raises(PolicyError, match="gradient of optimizer update 0 is nan"):
         learner.update(batch, version=0)
     assert learner.weights_checksum() == checksum

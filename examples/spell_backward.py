@@ -86,14 +86,17 @@ class WarmStart:
     """Share of demonstrations that are right but repeat pairs."""
     repeats: float = 1.0
     """Mean number of repetitions of a pair in a dithering demonstration."""
-    steps: int = 500
+    moody: bool = False
+    """Draw that mean anew for each demonstration, from an exponential distribution: some dither
+    several times as much as others."""
+    steps: int = 300
     batch: int = 48
     learning_rate: float = 3e-3
     longest: int = 96
     """Tokens at which a demonstration is cut, its end token included."""
 
 
-LONG_TAIL = WarmStart(early=0.55, dither=0.35, repeats=2.0)
+LONG_TAIL = WarmStart(early=0.65, dither=0.25, repeats=2.5, moody=True, longest=192)
 
 
 def demonstrate(word: str, recipe: WarmStart, rng: random.Random) -> str:
@@ -104,7 +107,8 @@ def demonstrate(word: str, recipe: WarmStart, rng: random.Random) -> str:
         return "".join(pairs[: rng.randrange(1, len(pairs))])
     if kind >= recipe.early + recipe.dither:
         return "".join(pairs)
-    more = recipe.repeats / (1 + recipe.repeats)
+    repeats = recipe.repeats * (rng.expovariate(1.0) if recipe.moody else 1.0)
+    more = repeats / (1 + repeats)
     written = []
     for pair in pairs:
         written.append(pair)

@@ -139,6 +139,20 @@ def test_a_task_that_precomputes_its_items_works_too() -> None:
     ).prompt(70_000, "train")
 
 
+@pytest.mark.parametrize(("hash_seed", "refused"), [(None, True), ("random", True), ("0", False)])
+def test_a_task_that_depends_on_the_hash_seed_needs_a_fixed_one(
+    monkeypatch: pytest.MonkeyPatch, hash_seed: str | None, refused: bool
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if hash_seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", hash_seed)
+    if refused:
+        with pytest.raises(TaskError, match="hash seed"):
+            gym(name="ransom_note")
+    else:
+        assert gym(name="ransom_note").prompt(0, "train").text
+
+
 def test_the_whole_library_still_imports_after_one_task_was_loaded_alone() -> None:
     alone = load_dataset("spell_backward", {"seed": 1})
     import reasoning_gym

@@ -7,6 +7,7 @@ going through those before it, and tasks with tables of `size` entries work as w
 """
 
 import hashlib
+import os
 from typing import Any
 
 from dora.config import Config
@@ -24,6 +25,8 @@ from dora.producers.tasks.gym_library import load_dataset
 DEFAULT_SIZE = 10_000
 ATTEMPTS = 4_000
 KEPT_PAGES = 4
+HASH_DEPENDENT = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note"})
+"""Tasks of reasoning-gym 0.1.25 that iterate over sets of strings while they make an item."""
 
 
 class ReasoningGymTask(Task):
@@ -36,6 +39,12 @@ class ReasoningGymTask(Task):
     def __init__(self, config: Config, tokenizer: TextTokenizer) -> None:
         assert config.task.name is not None
         super().__init__(config.task.name)
+        if self.name in HASH_DEPENDENT and os.environ.get("PYTHONHASHSEED", "random") == "random":
+            raise TaskError(
+                f"the prompts of {self.name} depend on Python's hash seed, so that every process "
+                "would see others",
+                hint="Set the environment variable PYTHONHASHSEED=0 wherever dora runs.",
+            )
         self._seed = config.run.seed
         self._section = config.task
         self._encoder = PromptEncoder(config.task, config.home, tokenizer)

@@ -78,7 +78,7 @@ def ended_on_failure(process: psutil.Process) -> Iterator[None]:
 def alive(process: psutil.Process) -> bool:
     """Whether it still runs; a zombie does not."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

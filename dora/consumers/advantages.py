@@ -35,4 +35,4 @@ def group_advantages(rewards: Sequence[float], *, divide_by_std: bool) -> npt.ND
     centred = values - values.mean()
     if divide_by_std:
         centred /= values.std() + STD_EPSILON
-    return centred.astype(np.float32)
+    return np.asarray(centred, dtype=np.float32)

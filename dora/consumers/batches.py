@@ -180,9 +180,13 @@ def _assemble(
         column_index=column_index.astype(np.int64),
         targets=token_ids[rows, positions],
         behaviour=np.concatenate([s.behaviour for s in chosen]).astype(np.float32),
-        advantages=np.repeat(np.float32([s.advantage for s in chosen]), counts),
-        weights=np.repeat(np.float32([weights[i] for i in indices]), counts),
+        advantages=np.repeat(_floats([s.advantage for s in chosen]), counts),
+        weights=np.repeat(_floats([weights[i] for i in indices]), counts),
     )
+
+
+def _floats(values: list[float]) -> npt.NDArray[np.float32]:
+    return np.asarray(values, dtype=np.float32)
 
 
 def micro_batches(

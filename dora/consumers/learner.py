@@ -27,12 +27,15 @@ from dora.consumers.batches import (
 from dora.consumers.losses import TokenTerms, policy_loss
 from dora.consumers.metrics import LearningSums, Mismatch, batch_metrics
 from dora.consumers.model import PolicyModel, load_model, model_inputs, untied
+from dora.consumers.past_weights import PastWeights
 from dora.consumers.schedule import learning_rate
 from dora.errors import PolicyError, WeightsError
 from dora.weights.tensors import weights_checksum
 
 Floats = npt.NDArray[np.float32]
 _TAG = "state"
+OBSERVED = 16
+"""Samples per version on which engine and trainer are compared in each step."""
 _COUNTS = "learner.json"
 
 
@@ -82,6 +85,7 @@ class Learner:
         if self.world == 1 and self._plain:
             # DeepSpeed would copy all gradients to and fro to add them up over a single rank.
             self._engine.enable_backward_allreduce = False
+        self._past = PastWeights(config.window.max_staleness)
         self.updates = 0
 
     @property
@@ -95,13 +99,14 @@ class Learner:
         """Train on one step's groups, in this order; returns the step's metrics.
 
         `version` is the current policy version. The groups are split into
-        `trainer.updates_per_step` optimizer batches. Samples of the current version among them show
-        the mismatch between engine and trainer (`logprob_mismatch_*`); if the first optimizer batch
-        scores none, `probes`, further samples of the current version, are scored for it; if there
-        are none either, these metrics are left out. The difference over older samples, which holds
-        the drift of the policy too, is `logprob_drift_mean`. An optimizer batch in which no sample
-        can have a gradient leaves weights and optimizer state alone. Raises PolicyError when the
-        gradient is infinite or no number.
+        `trainer.updates_per_step` optimizer batches. The mismatch between engine and trainer
+        (`logprob_mismatch_*`) is measured on some of the step's samples, each under the weights of
+        its own version; if these are at hand for none, on `probes`, further samples of the current
+        version; if there are none either, these metrics are left out. The difference over older
+        samples under the current weights, which holds the drift of the policy too, is
+        `logprob_drift_mean`. An optimizer batch in which no sample can have a gradient leaves
+        weights and optimizer state alone. Raises PolicyError when the gradient is infinite or no
+        number.
         """
         parts = [
             [sample for group in part for sample in group]
@@ -118,14 +123,15 @@ class Learner:
             proximal = [[self._score(batch) for batch in share] for share in shares]
         sums = LearningSums()
         mismatch = Mismatch()
+        self._observe([sample for part in parts for sample in part], probes, version, mismatch)
+        if self._stage < 3:
+            self._past.keep(version, self._engine.module)
         for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
             rate = self._set_learning_rate()
             observe = (part, version, mismatch) if index == 0 else None
             if share:
                 norm = self._optimize(share, proximal[index] if proximal else None, sums, observe)
                 sums.norms.append(norm)
-            if index == 0 and not mismatch.current_tokens and probes:
-                self._probe(probes, mismatch)
             self.updates += 1
         samples = [sample for part in parts for sample in part]
         metrics = batch_metrics(samples, version, self._config.task.success_threshold)
@@ -154,11 +160,17 @@ class Learner:
             top_k=sampling.top_k,
         )
 
-    def _score(self, batch: MicroBatch) -> torch.Tensor:
-        """Log-probabilities [N] under the current policy, without gradient."""
+    def _score(
+        self, batch: MicroBatch, weights: dict[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Log-probabilities [N] under the current policy, or other `weights`; no gradient."""
         module = self._engine if self._stage == 3 else self._engine.module
+
+        def with_weights(**inputs: object) -> torch.Tensor:
+            return torch.func.functional_call(module, weights, (), inputs)
+
         with torch.no_grad():
-            scores = self._forward(module, batch)
+            scores = self._forward(module if weights is None else with_weights, batch)
         self._progress()
         return scores
 
@@ -199,7 +211,7 @@ class Learner:
             if batch.weights.any():
                 sums.add(parts, logprobs.detach())
                 if observe is not None:
-                    mismatch_of(batch, logprobs.detach(), *observe)
+                    drift_of(batch, logprobs.detach(), *observe)
             self._progress()
         norm = self._clip() if self._plain else 0.0
         self._check_finite(norm)
@@ -226,17 +238,32 @@ class Learner:
         limit = self._config.trainer.optimizer.gradient_clip
         return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
 
-    def _probe(self, probes: Sequence[Sample], mismatch: Mismatch) -> None:
-        for batch in micro_batches(probes, self._budget):
-            mismatch.add_current(self._score(batch).cpu().numpy() - batch.behaviour)
+    def _observe(
+        self, samples: Sequence[Sample], probes: Sequence[Sample], version: int, mismatch: Mismatch
+    ) -> None:
+        """Compare engine and trainer on a few samples of each version whose weights are at hand."""
+        chosen: dict[int, list[Sample]] = {}
+        for sample in samples:
+            known = sample.version == version or self._past.of(sample.version) is not None
+            if known and sample.generated:
+                chosen.setdefault(sample.version, []).append(sample)
+        if not chosen and probes:
+            chosen[version] = list(probes)
+        for generated_by, all_of_it in sorted(chosen.items()):
+            stride = max(1, len(all_of_it) // OBSERVED)
+            some = all_of_it[::stride][:OBSERVED]
+            weights = None if generated_by == version else self._past.of(generated_by)
+            for batch in micro_batches(some, self._budget):
+                scores = self._score(batch, weights)
+                mismatch.add_own(scores.float().cpu().numpy() - batch.behaviour)
 
     def _reduce(self, sums: LearningSums, mismatch: Mismatch) -> None:
         """Add up the ranks' sums and take their maxima."""
         if self.world == 1:
             return
-        largest = torch.tensor(mismatch.current_max, device=self._device)
+        largest = torch.tensor(mismatch.own_max, device=self._device)
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
-        mismatch.current_max = float(largest)
+        mismatch.own_max = float(largest)
         for values in (sums, mismatch):
             packed = torch.tensor(values.pack(), dtype=torch.float64, device=self._device)
             torch.distributed.all_reduce(packed)
@@ -270,7 +297,7 @@ class Learner:
                 top_p=1.0,
                 top_k=0,
             )
-        return scores.float().cpu().numpy()  # type: ignore[no-any-return]
+        return np.asarray(scores.float().cpu().numpy(), dtype=np.float32)
 
     def export_state(self) -> dict[str, torch.Tensor]:
         """The policy's tensors by their Hugging Face names, in `policy.dtype`, tied ones once.
@@ -331,15 +358,14 @@ class Learner:
         self.updates = int(counts["updates"])
 
 
-def mismatch_of(
+def drift_of(
     batch: MicroBatch,
     logprobs: torch.Tensor,
     samples: Sequence[Sample],
     version: int,
     mismatch: Mismatch,
 ) -> None:
-    """Sort the differences (trainer - engine) of a micro-batch into current and older versions."""
+    """Add the differences (trainer now - engine then) of a micro-batch's older samples."""
+    older = np.array([samples[i].version != version for i in batch.samples])[batch.rows]
     differences = logprobs.float().cpu().numpy() - batch.behaviour
-    current = np.array([samples[i].version == version for i in batch.samples])[batch.rows]
-    mismatch.add_current(differences[current])
-    mismatch.add_older(differences[~current])
+    mismatch.add_older(differences[older])

@@ -66,22 +66,22 @@ class LearningSums:
 class Mismatch:
     """Differences between the trainer's and the engine's log-probabilities of the same tokens."""
 
-    current_sum: float = 0.0
-    current_kl: float = 0.0
-    current_max: float = 0.0
-    current_tokens: float = 0.0
+    own_sum: float = 0.0
+    own_kl: float = 0.0
+    own_max: float = 0.0
+    own_tokens: float = 0.0
     older_sum: float = 0.0
     older_tokens: float = 0.0
 
-    def add_current(self, differences: npt.NDArray[np.float32]) -> None:
-        """Tokens of the current version: trainer - engine, in nats."""
+    def add_own(self, differences: npt.NDArray[np.float32]) -> None:
+        """Tokens scored under the weights that generated them: trainer - engine, in nats."""
         if not len(differences):
             return
         wide = differences.astype(np.float64)
-        self.current_sum += float(np.abs(wide).sum())
-        self.current_kl += float((np.exp(np.minimum(wide, 20.0)) - wide - 1.0).sum())
-        self.current_max = max(self.current_max, float(np.abs(wide).max()))
-        self.current_tokens += len(wide)
+        self.own_sum += float(np.abs(wide).sum())
+        self.own_kl += float((np.exp(np.minimum(wide, 20.0)) - wide - 1.0).sum())
+        self.own_max = max(self.own_max, float(np.abs(wide).max()))
+        self.own_tokens += len(wide)
 
     def add_older(self, differences: npt.NDArray[np.float32]) -> None:
         """Tokens of older versions: the difference includes what training changed since."""
@@ -89,11 +89,11 @@ class Mismatch:
         self.older_tokens += len(differences)
 
     def pack(self) -> list[float]:
-        """The sums, for adding up over ranks (`current_max` is no sum)."""
+        """The sums, for adding up over ranks (`own_max` is no sum)."""
         return [
-            self.current_sum,
-            self.current_kl,
-            self.current_tokens,
+            self.own_sum,
+            self.own_kl,
+            self.own_tokens,
             self.older_sum,
             self.older_tokens,
         ]
@@ -101,21 +101,21 @@ class Mismatch:
     def unpack(self, values: Sequence[float]) -> None:
         """Set what `pack` gave."""
         (
-            self.current_sum,
-            self.current_kl,
-            self.current_tokens,
+            self.own_sum,
+            self.own_kl,
+            self.own_tokens,
             self.older_sum,
             self.older_tokens,
         ) = values
 
     def metrics(self) -> dict[str, float]:
         """Mean and largest absolute difference (nats) and the k3 estimate of KL(engine || trainer)
-        over tokens of the current version; `logprob_drift_mean` over older ones."""
+        over tokens scored under their own version; `logprob_drift_mean` over older ones."""
         result = {}
-        if self.current_tokens:
-            result["logprob_mismatch_mean"] = self.current_sum / self.current_tokens
-            result["logprob_mismatch_max"] = self.current_max
-            result["logprob_mismatch_kl"] = self.current_kl / self.current_tokens
+        if self.own_tokens:
+            result["logprob_mismatch_mean"] = self.own_sum / self.own_tokens
+            result["logprob_mismatch_max"] = self.own_max
+            result["logprob_mismatch_kl"] = self.own_kl / self.own_tokens
         if self.older_tokens:
             result["logprob_drift_mean"] = self.older_sum / self.older_tokens
         return result

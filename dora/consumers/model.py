@@ -96,7 +96,7 @@ def load_model(directory: Path, config: Config) -> nn.Module:
     if config.trainer.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _summary(error: Exception) -> str:

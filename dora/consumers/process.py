@@ -51,7 +51,7 @@ def prepare(config: Config) -> ModuleType:
     if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.utils.deterministic.fill_uninitialized_memory = False
     torch.manual_seed(config.run.seed)
     _find_ninja()
     deepspeed = _import_deepspeed()

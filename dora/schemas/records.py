@@ -1,9 +1,9 @@
 """The records of a run's topics, as typed values.
 
-Invariant: a record that exists is well formed. Arrays of token ids and log-probabilities are kept as
-the bytes that go over the wire (`pack_tokens`, `pack_logprobs` and back); their lengths are checked
-against one another when a record is made, whether by this program or from the log. Field meanings
-stand in the `.avsc` files, which have the same names in the same order.
+Invariant: a record that exists is well formed. Arrays of token ids and log-probabilities are kept
+as the bytes that go over the wire (`pack_tokens`, `pack_logprobs` and back); their lengths are
+checked against one another when a record is made, whether by this program or from the log. Field
+meanings stand in the `.avsc` files, which have the same names in the same order.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def pack_logprobs(logprobs: Sequence[float] | npt.NDArray[np.float32]) -> bytes:
 
 
 def unpack_logprobs(data: bytes) -> npt.NDArray[np.float32]:
-    """Log-probabilities of shape [n]; InvalidRecord if the length does not fit or one is no number."""
+    """Log-probabilities of shape [n]; InvalidRecord if one is no number or the length is odd."""
     if len(data) % 4:
         raise InvalidRecord(f"log-probabilities take {len(data)} bytes, not a multiple of 4")
     values = np.frombuffer(data, dtype="<f4")
@@ -132,9 +132,7 @@ class Trajectory:
     def __post_init__(self) -> None:
         _same_length(self.token_ids, self.logprobs)
         if len(self.mask) * 4 != len(self.token_ids):
-            raise InvalidRecord(
-                f"mask of {len(self.mask)} for {len(self.token_ids) // 4} tokens"
-            )
+            raise InvalidRecord(f"mask of {len(self.mask)} for {len(self.token_ids) // 4} tokens")
         generated = self.mask.count(1)
         if generated + self.mask.count(0) != len(self.mask):
             raise InvalidRecord("mask holds something else than 0 and 1")
@@ -323,6 +321,4 @@ class DeadLetter:
     payload: bytes = b""
 
 
-Record = (
-    Chunk | Trajectory | Policy | RunStarted | Step | Admission | Command | Status | DeadLetter
-)
+Record = Chunk | Trajectory | Policy | RunStarted | Step | Admission | Command | Status | DeadLetter

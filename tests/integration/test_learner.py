@@ -175,7 +175,7 @@ def test_training_makes_rewarded_tokens_likelier(model: Path) -> None:
     assert sum(gain) > 0.1
 
 
-def test_mismatch_is_measured_on_the_current_version_only(model: Path) -> None:
+def test_mismatch_is_measured_under_the_weights_that_generated(model: Path) -> None:
     settings = config(model)
     fresh = Learner(model, settings)
     flat = [sample for group in groups(5) for sample in group]
@@ -192,6 +192,11 @@ def test_mismatch_is_measured_on_the_current_version_only(model: Path) -> None:
     assert stale["logprob_drift_mean"] == pytest.approx(0.25, abs=1e-4)
     assert "logprob_mismatch_mean" not in stale
     assert (stale["staleness_mean"], stale["staleness_max"]) == (1.0, 1.0)
+    trained = Learner(model, settings)
+    trained.update(batch, version=0)
+    kept = trained.update(batch, version=1)
+    assert kept["logprob_mismatch_mean"] == pytest.approx(0.25, abs=1e-4), "under its own weights"
+    assert abs(kept["logprob_drift_mean"] - 0.25) > 1e-3, "training moved the policy"
     probes = groups(6, version=1)[1]
     probed = Learner(model, settings).update(batch, version=1, probes=probes)
     assert probed["logprob_mismatch_mean"] > 0.0

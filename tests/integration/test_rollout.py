@@ -235,7 +235,8 @@ def worker(
     )  # fmt: skip
     return Worker(
         config, cluster.settings, name, engine=engine, installer=installer,
-        task=CountingTask("counting"), tokenizer=PlainTokenizer(), scorer=scorer or EmulatedScorer(0.5), stop_token_ids=(STOP,),
+        task=CountingTask("counting"), tokenizer=PlainTokenizer(),
+        scorer=scorer or EmulatedScorer(0.5), stop_token_ids=(STOP,),
     )  # fmt: skip
 
 

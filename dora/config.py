@@ -288,7 +288,7 @@ class TrainerSection(Section):
     deepspeed: dict[str, Any] = {}
     """DeepSpeed configuration, merged over what dora sets (`zero_optimization.stage` and so on)."""
     batch_timeout_seconds: Seconds = 1800.0
-    """How long to wait for an admissible batch before the trainer stops and says what is missing."""
+    """How long to wait for an admissible batch before the trainer stops and says what it lacks."""
     loss: LossSection = LossSection()
     """The loss."""
     optimizer: OptimizerSection = OptimizerSection()

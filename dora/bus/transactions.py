@@ -11,6 +11,7 @@ called again until the deadline. A commit that timed out is never aborted, becau
 way on the broker: it is called again.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from dora.errors import BusError
 from dora.schemas.records import Record
 
 _CALL_SECONDS = 5.0
+_OVERTIME_SECONDS = 15.0
 
 
 class TransactionAbortedError(BusError):
@@ -164,12 +166,44 @@ class TransactionalWriter:
         if group not in self._groups:
             self._groups[group] = self._group_metadata(group)
         places = [KafkaPartition(topic, number, at) for (topic, number), at in offsets.items()]
+        doing = f"committing offsets of group {group}"
+        metadata = self._groups[group]
         self._retry(
-            lambda timeout: self._producer.send_offsets_to_transaction(
-                places, self._groups[group], timeout
+            lambda timeout: self._within(
+                lambda: self._producer.send_offsets_to_transaction(places, metadata, timeout),
+                timeout + _OVERTIME_SECONDS,
+                doing,
             ),
-            f"committing offsets of group {group}",
+            doing,
         )
+
+    def _within(self, call: Callable[[], object], seconds: float, doing: str) -> None:
+        """Run `call` in a thread of its own and give it up after `seconds`.
+
+        librdkafka ignores the timeout of this call while the group's coordinator is away, and may
+        never return (librdkafka issues 5456 and 5511). The writer is unusable then; nothing of the
+        transaction is committed, and the next holder of the id aborts it.
+        """
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                call()
+            except BaseException as error:  # noqa: BLE001 - handed over to the caller
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="send-offsets", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive():
+            self._broken = BusError(
+                f"Kafka at {self._settings.bootstrap_servers} did not answer to {doing} for "
+                f"{seconds:g} s; nothing of this transaction took effect",
+                hint="start the process again: it goes on where the log ends",
+            )
+            raise self._broken
+        if errors:
+            raise errors[0]
 
     def _group_metadata(self, group: str) -> Any:
         # Only a consumer can make a group's metadata; it need not join the group, nor connect.

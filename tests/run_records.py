@@ -41,7 +41,7 @@ def admission(ordinal: int, version: int, run: str = "r", purpose: Purpose = "tr
     if purpose == "eval":
         group = ring.eval_group_id(version, ordinal)
     size = G if purpose == "train" else 1
-    return Admission(run, group, ordinal, version, size, purpose, 0)
+    return Admission(run, group, ordinal, version, size, purpose, 5_000 * version)
 
 
 def trajectory(

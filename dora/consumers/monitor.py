@@ -21,6 +21,7 @@ from dora.consumers.snapshot import (
     VersionBacklog,
     assess,
 )
+from dora.core.overlap import VersionSpans
 from dora.core.ring import slot_partitions
 from dora.core.state import RunState, finished_facts
 from dora.core.window import Window
@@ -61,6 +62,7 @@ class RunView:
         self._launched_ms = launched_ms
         self._statuses: dict[str, Status] = {}
         self._steps: list[StepPoint] = []
+        self._spans = VersionSpans()
         self._recent: deque[tuple[int, int]] = deque()
         self._last_ms: int | None = None
         self._dead_letters = 0
@@ -89,6 +91,8 @@ class RunView:
                     self._commit(value)
                 case Admission() if self.state is not None:
                     self.state.admit(value)
+                    if value.purpose == "train":
+                        self._spans.start(value.policy_version, value.created_ms)
                 case Trajectory() if self.state is not None:
                     self._finish(value, message.partition, message.offset)
                 case _:
@@ -154,6 +158,7 @@ class RunView:
             unreadable=self._unreadable,
             problems=tuple(self._problems),
             whole_history=self.whole_history,
+            live_versions_max=self._spans.most_at_once(),
         )
 
     def _start(self, record: RunStarted) -> None:
@@ -182,6 +187,8 @@ class RunView:
         before = self.state.counters.trajectories
         self.state.finish(finished_facts(record, partition, offset))
         self._seen(record.created_ms)
+        if self.state.counters.trajectories > before and record.purpose == "train":
+            self._spans.finish(record.policy_version, record.created_ms)
         if self.state.counters.trajectories > before:
             self._recent.append((record.created_ms, record.generated_tokens))
             self._trim(record.created_ms)

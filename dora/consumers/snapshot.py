@@ -124,6 +124,7 @@ class Snapshot:
     unreadable: int
     problems: tuple[str, ...]
     whole_history: bool
+    live_versions_max: int
 
     @property
     def step(self) -> int:
@@ -146,11 +147,6 @@ class Snapshot:
     def staleness_max(self) -> int:
         """Largest staleness that was trained."""
         return int(self._largest("staleness_max"))
-
-    @property
-    def live_versions_max(self) -> int:
-        """Most versions that were generating at once when a batch was picked."""
-        return int(self._largest("live_versions"))
 
     @property
     def logprob_mismatch_mean(self) -> float | None:

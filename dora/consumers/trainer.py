@@ -64,6 +64,7 @@ class Trainer:
         self._checkpoints = Checkpoints(config.run_directory / "checkpoints")
         self._policies: dict[int, Policy] = {}
         self._started_at = time.monotonic()
+        self._live_versions = 0  # most versions with unfinished groups seen since the last step
         self._admin = TopicAdmin(settings)
         self._admin.ping()
         self._admin.verify(topic_plan(config))
@@ -207,7 +208,6 @@ class Trainer:
         if decision is None:
             return
         train_from = time.monotonic()
-        live = float(len(self._state.live_versions()))
         version = self._state.newest
         self._heartbeat.say("training", f"step {version} -> {version + 1}")
         groups = [prepared.samples for prepared in decision.batch]
@@ -219,7 +219,7 @@ class Trainer:
         now = time.monotonic()
         surplus = self._state.counters.duplicates + self._state.counters.late
         metrics |= {
-            "live_versions": live,
+            "live_versions": float(self._live_versions),
             "duplicates_ignored": float(surplus),
             "idle_seconds": train_from - waited_from,
             "train_seconds": publish_from - train_from,
@@ -233,6 +233,7 @@ class Trainer:
         )
         self._committed(step)
         self._announced(policy, checkpoint)
+        self._live_versions = 0
         log.info(
             "version %d: reward %.3f, %d groups set aside, waited %.1f s, trained %.2f s",
             policy.version,
@@ -320,6 +321,7 @@ class Trainer:
                     self._check_own(value)
                 case _:
                     pass
+        self._live_versions = max(self._live_versions, len(self._state.live_versions()))
 
     def _check_own(self, step: Step) -> None:
         """Steps that arrive are echoes of this trainer's own; another's mean that it took over."""

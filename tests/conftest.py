@@ -1,5 +1,6 @@
 """Fixtures for every test."""
 
 from tests.brokers import kafka, run_name, settings
+from tests.engines import make_model, tiny_model_dir, vllm_engine
 
-__all__ = ["kafka", "run_name", "settings"]
+__all__ = ["kafka", "make_model", "run_name", "settings", "tiny_model_dir", "vllm_engine"]

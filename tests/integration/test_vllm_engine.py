@@ -14,21 +14,14 @@ from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsW
 from dora.errors import DoraError, WeightsError
 from dora.producers.engines.base import Delta, Request, Sampling
 from dora.producers.engines.vllm import VllmEngine
-from tests.engines import (  # noqa: F401
-    STOP,
-    VOCABULARY,
-    ModelMaker,
-    make_model,
-    tiny_model_dir,
-    vllm_engine,
-)
+from tests.engines import STOP, VOCABULARY, ModelMaker
 
 PROMPT = [(7 * i) % 38 + 2 for i in range(12)]
 TOLERANCE = 1e-4
 
 
 @pytest.fixture
-def engine(vllm_engine: VllmEngine, tiny_model_dir: Path) -> Iterator[VllmEngine]:  # noqa: F811
+def engine(vllm_engine: VllmEngine, tiny_model_dir: Path) -> Iterator[VllmEngine]:
     yield vllm_engine
     if vllm_engine.running or vllm_engine.version != 0:
         vllm_engine.restart(tiny_model_dir, 0)
@@ -93,7 +86,7 @@ def sampling(**changes: object) -> Sampling:
 )
 def test_log_probabilities_are_those_of_the_sampled_distribution(
     engine: VllmEngine,
-    tiny_model_dir: Path,  # noqa: F811
+    tiny_model_dir: Path,
     changes: dict[str, float],
 ) -> None:
     results = run(engine, [Request(f"r{i}", PROMPT, sampling(seed=i, **changes)) for i in range(6)])
@@ -107,7 +100,7 @@ def test_log_probabilities_are_those_of_the_sampled_distribution(
 @pytest.mark.parametrize("seeded", [False, True])
 def test_tokens_are_drawn_with_the_reported_probabilities(
     engine: VllmEngine,
-    tiny_model_dir: Path,  # noqa: F811
+    tiny_model_dir: Path,
     seeded: bool,
 ) -> None:
     draws = 1500
@@ -140,7 +133,7 @@ def test_a_seed_repeats_a_request_in_another_batch(engine: VllmEngine) -> None:
 
 def test_requests_join_and_leave_between_steps(
     engine: VllmEngine,
-    tiny_model_dir: Path,  # noqa: F811
+    tiny_model_dir: Path,
 ) -> None:
     engine.add(Request("a", PROMPT, sampling()))
     engine.add(Request("b", PROMPT, sampling()))
@@ -175,7 +168,7 @@ def test_an_aborted_request_goes_on_from_its_prefix(engine: VllmEngine) -> None:
 
 def test_the_stop_token_is_reported_with_its_log_probability(
     engine: VllmEngine,
-    tiny_model_dir: Path,  # noqa: F811
+    tiny_model_dir: Path,
 ) -> None:
     whole = run(engine, [Request("a", PROMPT, sampling(temperature=0.0))])["a"]
     stop = whole.token_ids[4]
@@ -236,8 +229,8 @@ def test_the_context_cuts_a_response(engine: VllmEngine) -> None:
 
 def test_loaded_weights_are_exactly_the_new_model(
     engine: VllmEngine,
-    tiny_model_dir: Path,  # noqa: F811
-    make_model: ModelMaker,  # noqa: F811
+    tiny_model_dir: Path,
+    make_model: ModelMaker,
 ) -> None:
     other = make_model(1)
     engine.add(Request("busy", PROMPT, sampling()))
@@ -261,7 +254,7 @@ def test_loaded_weights_are_exactly_the_new_model(
 
 def test_tied_embeddings_are_reloaded_exactly(
     engine: VllmEngine,
-    make_model: ModelMaker,  # noqa: F811
+    make_model: ModelMaker,
 ) -> None:
     tied = [make_model(seed, tied=True) for seed in (2, 3)]
     engine.restart(tied[0], 2)
@@ -273,8 +266,8 @@ def test_tied_embeddings_are_reloaded_exactly(
 
 def test_weights_with_nan_give_errors_and_good_weights_heal_them(
     engine: VllmEngine,
-    tiny_model_dir: Path,  # noqa: F811
-    make_model: ModelMaker,  # noqa: F811
+    tiny_model_dir: Path,
+    make_model: ModelMaker,
 ) -> None:
     broken = make_model(4)
     weights = load_file(broken / "model.safetensors")
@@ -291,8 +284,8 @@ def test_weights_with_nan_give_errors_and_good_weights_heal_them(
 
 def test_weights_that_do_not_fit_are_refused_until_a_restart(
     engine: VllmEngine,
-    tiny_model_dir: Path,  # noqa: F811
-    make_model: ModelMaker,  # noqa: F811
+    tiny_model_dir: Path,
+    make_model: ModelMaker,
     tmp_path: Path,
 ) -> None:
     with pytest.raises(WeightsError, match=r"no config\.json"):
@@ -310,7 +303,7 @@ def test_weights_that_do_not_fit_are_refused_until_a_restart(
 
 def test_a_failure_of_vllm_ends_what_runs_and_leaves_a_fresh_engine(
     engine: VllmEngine,
-    tiny_model_dir: Path,  # noqa: F811
+    tiny_model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: object, **__: object) -> None:

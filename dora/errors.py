@@ -10,6 +10,9 @@ class DoraError(Exception):
     """An operation failed; `str(error)` says what, `hint` says what to do about it."""
 
     exit_code = 1
+    permanent = False
+    """Whether the same process, started again, would only fail the same way: a supervisor gives up
+    instead of trying again."""
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -65,13 +68,25 @@ class CanaryError(WeightsError):
 class PolicyError(DoraError):
     """The model or its tokenizer cannot be used for this run."""
 
+    permanent = True
+
 
 class TaskError(DoraError):
     """Prompts or the verifier of a task cannot be used."""
 
+    permanent = True
+
 
 class RunError(DoraError):
     """The run as recorded in its log does not allow what was asked."""
+
+    permanent = True
+
+
+class InUseError(RunError):
+    """Another process has what this one needs; it may let go of it."""
+
+    permanent = False
 
 
 class DeadlineError(DoraError):

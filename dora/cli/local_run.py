@@ -27,6 +27,7 @@ from dora.cli.preflight import process_names
 from dora.cli.prepare import needs_preparation
 from dora.cli.supervisor import ChildSpec, SupervisionError, Supervisor
 from dora.config import Config
+from dora.consumers.ledger import check_continues
 from dora.consumers.monitor import RunMonitor
 from dora.consumers.snapshot import Snapshot
 from dora.consumers.summary import summarize, write_summary
@@ -93,6 +94,7 @@ class LocalRun:
         monitor = self._monitor(settings)
         try:
             monitor.catch_up(_CATCH_UP_SECONDS)
+            self._check_continues(monitor, settings)
             snapshot = monitor.snapshot()
             if self._complete(snapshot):
                 self._say(
@@ -151,6 +153,15 @@ class LocalRun:
         created = TopicAdmin(settings).create(topic_plan(self._config), exist_ok=True)
         if created:
             self._say(f"created {len(created)} topics of run {self._config.run.name}")
+
+    def _check_continues(self, monitor: RunMonitor, settings: ClusterSettings) -> None:
+        """Refuse a run that was started otherwise, before its processes find out one by one."""
+        started = monitor.view.started
+        if started is not None:
+            with TopicAdmin(settings) as admin:
+                name = self._config.run.name
+                ids = admin.topic_ids(name)
+                check_continues(started, self._config, admin.cluster_id(), ids)
 
     def _monitor(self, settings: ClusterSettings) -> RunMonitor:
         rollout = self._config.rollout

@@ -17,6 +17,8 @@ from dora import __version__
 from dora.errors import DoraError
 
 SUPERVISOR = "DORA_SUPERVISOR"
+PERMANENT = 3
+"""Exit code by which a process tells its supervisor that starting it again is of no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,9 @@ class LazyGroup(click.Group):
             click.echo(f"error: {error.message}", err=True)
             if error.hint:
                 click.echo(f"  {error.hint}", err=True)
-            ctx.exit(error.exit_code)
+            # Only a supervisor asks for the difference; people see the documented codes.
+            supervised = bool(ctx.obj) and error.exit_code == 1 and error.permanent
+            ctx.exit(PERMANENT if supervised else error.exit_code)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(130)
@@ -97,11 +101,12 @@ def cli() -> None:
 def main() -> None:
     """Entry point of the `dora` command."""
     signal.signal(signal.SIGTERM, _terminated)
-    if SUPERVISOR in os.environ:
+    supervised = SUPERVISOR in os.environ
+    if supervised:
         from dora.cli.lifeline import follow_supervisor
 
         follow_supervisor()
-    cli.main(prog_name="dora")
+    cli.main(prog_name="dora", obj=supervised)
 
 
 def _terminated(number: int, frame: FrameType | None) -> Never:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
-from dora.cli.main import SUPERVISOR
+from dora.cli.main import PERMANENT, SUPERVISOR
 from dora.errors import DoraError
 
 # Exit codes after which the same process would only end the same way again.
@@ -72,8 +72,8 @@ class Supervisor:
 
     `on_event` gets a line for people whenever a child's state changes. A child that exits with 0 is
     done if `finished(name)` agrees: one that somebody ended by hand exits with 0 too. One that is
-    misconfigured (2) or fenced (4) ends the run; any other is started again after a delay, up to
-    `max_restarts` times for all children together.
+    misconfigured (2), cannot go on (3) or fenced (4) ends the run; any other is started again after
+    a delay, up to `max_restarts` times for all children together.
     """
 
     def __init__(
@@ -197,12 +197,14 @@ class Supervisor:
             self._on_event(f"{name} is done")
             return
         child.note = _exit_text(code)
-        if code in (USAGE, FENCED) or self._restarts >= self._max_restarts:
+        if code in (USAGE, PERMANENT, FENCED) or self._restarts >= self._max_restarts:
             child.state = "failed"
             if code == FENCED:
                 what = f"{name} was fenced: another {name} took over this run"
             elif code == USAGE:
                 what = f"{name} cannot run with this configuration"
+            elif code == PERMANENT:
+                what = f"{name} cannot run as things are, and starting it again would not help"
             else:
                 what = (
                     f"{name} ended with {child.note}, "

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dora.bus.reader import LogReader
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
-from dora.errors import RunError
+from dora.errors import InUseError
 from dora.schemas.records import Status
 
 READ_SECONDS = 60.0
@@ -24,7 +24,7 @@ def claim_worker_id(
     heartbeat_seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Returns once the id is free; RunError if another process goes on speaking under it.
+    """Returns once the id is free; InUseError if another process goes on speaking under it.
 
     Waits for at most three heartbeats when the last word under the id was not a goodbye.
     """
@@ -44,7 +44,7 @@ def claim_worker_id(
                 if isinstance(heard, Status) and heard.process == worker:
                     if heard.state in ("stopped", "failed"):
                         return
-                    raise RunError(
+                    raise InUseError(
                         f"worker id {worker} is in use by process {heard.pid} on {heard.host}",
                         hint="give this worker another id (--worker-id), or stop the other one",
                     )

@@ -105,7 +105,12 @@ def test_when_the_restarts_are_used_up_the_log_is_shown(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "expected"), [(2, "cannot run with this configuration"), (4, "was fenced")]
+    ("code", "expected"),
+    [
+        (2, "cannot run with this configuration"),
+        (3, "starting it again would not help"),
+        (4, "was fenced"),
+    ],
 )
 def test_a_child_that_would_only_fail_again_is_not_started_again(
     case: Case, code: int, expected: str

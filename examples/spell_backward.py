@@ -141,12 +141,13 @@ def prepare_long_tail(directory: Path, config: "Config") -> None:
 def prepare_policy(directory: Path, config: "Config", recipe: WarmStart) -> None:
     """Train the warm start and put the finished directory in place in one move.
 
-    Deterministic for a seed (`run.seed`) and a number of threads.
+    Deterministic for a seed (`run.seed`).
     """
     import torch
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    # At this size a second thread gains little, and costs much where the cores are busy.
+    torch.set_num_threads(1)
     try:
         model = new_model(config.run.seed)
         warm_up(model, training_words(config), recipe, config.run.seed)

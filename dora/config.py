@@ -93,7 +93,7 @@ class TaskSection(Section):
     shuffle: bool = True
     """jsonl: go through the file in a new seeded order each epoch."""
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """jsonl: share of the lines kept apart for evaluation (chosen by hash, stable)."""
+    """Share of the prompts kept apart for evaluation (chosen by hash of the text, stable)."""
     chat_template: bool = False
     """Put prompts through the tokenizer's chat template."""
     render: Hook | None = None

@@ -287,10 +287,10 @@ class LocalRun:
         return [sys.executable, "-m", "dora", *words, *self._source.arguments(self._config)]
 
     def _environment(self) -> dict[str, str]:
-        own = {"PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"} | ConfigSource.environment(
-            self._config
-        )
-        return {**os.environ, **own}
+        # some tasks draw from sets: every process must iterate over them in the same order
+        fixed = {"PYTHONHASHSEED": "0"}
+        own = {"PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}
+        return {**fixed, **os.environ, **own, **ConfigSource.environment(self._config)}
 
     def _finish(self, snapshot: Snapshot) -> tuple[dict[str, Any], bool]:
         """Curve, summary and audit."""

@@ -38,7 +38,13 @@ class Checkpoints:
         except OSError as error:
             raise storage_error("cannot write a checkpoint", str(self.directory), error) from error
         except RuntimeError as error:  # torch reports a full disk in its own words
-            raise WeightsError(f"cannot write a checkpoint at {self.directory}: {error}") from error
+            free = shutil.disk_usage(self.directory).free
+            raise WeightsError(
+                f"cannot write a checkpoint at {self.directory}, where {free / 2**20:,.1f} MiB are "
+                f"free: {error}",
+                hint="If the disk is full, free space there, or lower trainer.keep_checkpoints and "
+                "weights.keep; then start the trainer again: nothing that was committed is lost.",
+            ) from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 

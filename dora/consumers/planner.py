@@ -78,15 +78,21 @@ class Planner:
         self._state = state
         self._settings = settings
         self._vocabulary = vocabulary
-        self._trajectories: dict[tuple[int, int], Trajectory] = {}
+        self._trajectories: dict[str, dict[tuple[int, int], Trajectory]] = {}  # by group
         self._ready: dict[str, Prepared] = {}
         self._set_aside: dict[str, GroupRef] = {}
 
     def take(self, trajectory: Trajectory, partition: int, offset: int) -> None:
-        """A trajectory of a training group was read."""
+        """A trajectory of a training group was read.
+
+        One whose group is not admitted yet may turn out to be a duplicate or foreign: it is kept
+        until its group is complete or its version leaves the window. None of a version that this
+        trainer has not made can ever count, so none is kept.
+        """
         outcome = self._state.finish(finished_facts(trajectory, partition, offset))
-        if outcome in ("counted", "unknown"):
-            self._trajectories[partition, offset] = trajectory
+        if outcome in ("counted", "unknown") and trajectory.policy_version <= self._state.newest:
+            kept = self._trajectories.setdefault(trajectory.group_id, {})
+            kept[partition, offset] = trajectory
 
     def decide(self) -> Decision:
         """Judge new complete groups and pick a batch if one is admissible."""
@@ -107,9 +113,9 @@ class Planner:
         return Decision(tuple(self._ready[c.group_id] for c in picked), aside, None)
 
     def _judge(self, group: Group) -> None:
+        kept = self._trajectories.pop(group.group_id)
         trajectories = [
-            self._trajectories.pop((facts.partition, facts.offset))
-            for _, facts in sorted(group.samples.items())
+            kept[facts.partition, facts.offset] for _, facts in sorted(group.samples.items())
         ]
         reason = group.failure
         rewards = [reward for reward in group.rewards if reward is not None]
@@ -143,10 +149,16 @@ class Planner:
         for ref in (*step.trained, *step.set_aside):
             self._ready.pop(ref.group_id, None)
             self._set_aside.pop(ref.group_id, None)
+            self._trajectories.pop(ref.group_id, None)
         oldest = self._state.window.oldest_live(self._state.newest)
-        stale = [k for k, t in self._trajectories.items() if t.policy_version < oldest]
-        for place in stale:
-            del self._trajectories[place]
+        for group_id, kept in list(self._trajectories.items()):
+            if all(trajectory.policy_version < oldest for trajectory in kept.values()):
+                del self._trajectories[group_id]
+
+    @property
+    def kept(self) -> int:
+        """Trajectories held in memory, ready groups aside."""
+        return sum(map(len, self._trajectories.values()))
 
     def waiting_for(self) -> str:
         """What is outstanding, for people: by version, groups complete and missing samples."""

@@ -244,7 +244,8 @@ def _quiet(
     if started_ms is None:
         return []
     recent = step_times_ms[-6:]
-    gaps = [(after - before) / 1000 for before, after in itertools.pairwise(recent)]
+    # A clock that was set back, or another machine's, must not make steps of less than no time.
+    gaps = [max(0.0, (after - before) / 1000) for before, after in itertools.pairwise(recent)]
     usual = statistics.median(gaps) if gaps else 0.0
     went_on = bool(recent) and recent[-1] > started_ms
     allowed = max(_QUIET_SECONDS, _PATIENCE * usual) if went_on else _FIRST_STEP_SECONDS

@@ -67,7 +67,9 @@ def summarize(snapshot: Snapshot) -> dict[str, Any]:
         "curve": [
             {
                 "step": point.step,
-                "seconds": (point.created_ms - (snapshot.started_ms or point.created_ms)) / 1000,
+                "seconds": max(
+                    0.0, (point.created_ms - (snapshot.started_ms or point.created_ms)) / 1000
+                ),
                 "success": point.metrics.get("success_rate"),
                 "reward_mean": point.metrics.get("reward_mean"),
                 "loss": point.metrics.get("loss"),

@@ -310,18 +310,25 @@ class Trainer:
                 case Trajectory() if value.purpose == "train":
                     self._planner.take(value, message.partition, message.offset)
                 case Admission() if value.purpose == "train":
-                    try:
-                        self._state.admit(value)
-                    except ValueError as error:
-                        raise RunError(
-                            f"{message.topic} offset {message.offset} contradicts the journal "
-                            f"before it: {error}"
-                        ) from error
+                    self._admit(value, message)
                 case Step():
                     self._check_own(value)
                 case _:
                     pass
         self._live_versions = max(self._live_versions, len(self._state.live_versions()))
+
+    def _admit(self, admission: Admission, message: Message) -> None:
+        place = f"{message.topic} offset {message.offset}"
+        if admission.policy_version > self._state.newest:
+            raise RunError(
+                f"{place} admits group {admission.group_id} under version "
+                f"{admission.policy_version}, but the newest is {self._state.newest}",
+                hint="Something else than this run's coordinator wrote to the topic.",
+            )
+        try:
+            self._state.admit(admission)
+        except ValueError as error:
+            raise RunError(f"{place} contradicts the journal before it: {error}") from error
 
     def _check_own(self, step: Step) -> None:
         """Steps that arrive are echoes of this trainer's own; another's mean that it took over."""

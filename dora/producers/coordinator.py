@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable
 
-from dora.bus.reader import LogReader, Message
+from dora.bus.reader import LogReader, Message, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
@@ -177,8 +177,19 @@ class Coordinator:
             self._apply(message, live=live)
 
     def _apply(self, message: Message, *, live: bool) -> None:
+        try:
+            self._fold(message, live=live)
+        except ValueError as error:
+            raise RunError(
+                f"{_place(message)} contradicts the log before it: {error}",
+                hint="Something else than this run wrote to the topic, or it was damaged.",
+            ) from error
+
+    def _fold(self, message: Message, *, live: bool) -> None:
         value = message.value
         match value:
+            case Unreadable():
+                self._unreadable(message, value)
             case Trajectory():
                 facts = finished_facts(value, message.partition, message.offset)
                 self._roster.seen_attempt(value.trajectory_id, value.attempt)
@@ -207,6 +218,19 @@ class Coordinator:
                     del self._policies[version]
             case _:
                 pass
+
+    def _unreadable(self, message: Message, value: Unreadable) -> None:
+        """What the rules rest on must be readable; a trajectory is the trainer's to report, and
+        commands and status are their readers'."""
+        topics = self._topics
+        journal = message.topic == topics.dispatch and message.partition == JOURNAL
+        if journal or message.topic in (topics.steps, topics.policies):
+            raise RunError(
+                f"{_place(message)} cannot be read ({value.code}): {value.reason}",
+                hint="Without it nobody knows what was started or trained. The topic is damaged, "
+                "or was written by a newer dora.",
+            )
+        log.warning("%s cannot be read (%s): %s", _place(message), value.code, value.reason)
 
     def _check_identity(self, started: RunStarted) -> None:
         found = differences(json.loads(started.identity), self._config.identity())
@@ -418,3 +442,7 @@ class Coordinator:
                 self._writer.flush(self._config.kafka.request_timeout_seconds)
             except DeadlineError:
                 log.warning("the last status could not be delivered")
+
+
+def _place(message: Message) -> str:
+    return f"{message.topic} partition {message.partition} offset {message.offset}"

@@ -17,6 +17,7 @@ from dora.producers.engines import create_engine
 from dora.producers.installation import Installer
 from dora.producers.scoring import Scorer
 from dora.producers.tasks.base import create_task
+from dora.producers.tasks.hooks import load_hook
 from dora.producers.tokenization import load_tokenizer, stop_token_ids
 from dora.producers.worker import Worker
 from dora.weights.store import WeightStore
@@ -34,6 +35,9 @@ def run_worker(
     )
     tokenizer = load_tokenizer(config.policy)
     task = create_task(config, tokenizer)
+    if config.task.verifier is not None:
+        # the scorer's processes load it too, but would report it only once the engine is there
+        load_hook(config.task.verifier, config.home, "task.verifier")
     stops = stop_token_ids(config, tokenizer)
     scorer = (
         EmulatedScorer(config.rollout.emulated.success_rate)

@@ -6,12 +6,17 @@ the files of a version are safetensors: reading them runs no code.
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+
+from dora.errors import WeightsError
 
 MAX_SHARD = "2GB"
 
@@ -31,6 +36,7 @@ def write_tensors(directory: Path, state: Mapping[str, torch.Tensor]) -> None:
     """Write `state` as `model.safetensors`, or as shards of 2 GB with an index.
 
     The layout is that of `save_pretrained`, so anything that loads a Hugging Face model loads it.
+    Raises OSError for what the disk refuses.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     split = split_torch_state_dict_into_shards(
@@ -39,12 +45,23 @@ def write_tensors(directory: Path, state: Mapping[str, torch.Tensor]) -> None:
         max_shard_size=MAX_SHARD,
     )
     for filename, names in split.filename_to_tensors.items():
-        save_file(
-            {name: tensors[name] for name in names}, directory / filename, metadata={"format": "pt"}
-        )
+        part = {name: tensors[name] for name in names}
+        try:
+            save_file(part, directory / filename, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise _storage_failure(error, directory / filename) from error
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _storage_failure(error: SafetensorError, path: Path) -> OSError | WeightsError:
+    """safetensors names the system's error in its text alone."""
+    number = re.search(r"os error (\d+)", str(error))
+    if number is None:
+        return WeightsError(f"cannot write {path}: {error}")
+    code = int(number.group(1))
+    return OSError(code, os.strerror(code), str(path))
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:

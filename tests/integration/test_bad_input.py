@@ -52,7 +52,7 @@ NOWHERE = "127.0.0.1:1"
         ),
         ('verifier = "scoring:verify"', "", ["task.verifier is needed"]),
         ('verifier = "scoring:verify"', 'verifier = "scoring"', ["task.verifier", "'scoring'"]),
-        ("[window]", "[window", ["run.toml is no valid TOML", "line 14"]),
+        ("[window]", "[window", ["run.toml is no valid TOML", "at line 15"]),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -157,8 +157,8 @@ def test_a_model_without_safetensors_is_refused_with_how_to_convert_it(
         ),
         ('{"prompt": "sun"}\n', 'words.jsonl, line 1: has no field "answer"'),
         (
-            '{"prompt": "far too long a prompt", "answer": ""}\n',
-            "words.jsonl, line 1: the prompt has 21 tokens, task.max_prompt_tokens allows 8",
+            '{"prompt": "abcdefghijkl", "answer": ""}\n',
+            "words.jsonl, line 1: the prompt has 12 tokens, task.max_prompt_tokens allows 8",
         ),
         ("", "words.jsonl holds no prompts"),
         ("\n\n", "words.jsonl holds no prompts"),

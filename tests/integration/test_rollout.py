@@ -348,13 +348,22 @@ def test_a_restarted_coordinator_starts_no_group_twice_and_forgets_none(cluster:
 
 def test_a_second_coordinator_fences_the_first(cluster: Cluster) -> None:
     cluster.begin()
+    ended = threading.Event()
+
+    def first(stop: threading.Event) -> None:
+        try:
+            coordinate(cluster)(stop)
+        finally:
+            ended.set()
+
     fenced = pytest.raises(FencedError, match="coordinator")
-    with running(work(cluster, "w0")), fenced, running(coordinate(cluster)):
+    with running(work(cluster, "w0")), fenced, running(first):
         cluster.until(lambda: cluster.state.complete_groups(), "a first group")
         with running(coordinate(cluster)):
             cluster.until(lambda: len(cluster.state.complete_groups()) >= 4, "a batch")
             cluster.train_step()
             # the first one learns of it with its next decision, which a new version calls for
+            cluster.until(ended.is_set, "the first one to end")
             cluster.until(lambda: len(cluster.state.complete_groups()) >= 8, "a full window")
     check_log(cluster)
 

@@ -73,7 +73,7 @@ class Coordinator:
             client_id="coordinator",
             transaction_timeout=config.kafka.transaction_timeout_seconds,
         )
-        self._fold = RunFold(config, settings, clock)
+        self._fold = RunFold(config, settings, clock, incarnation=self._incarnation)
         self._state, self._roster = self._fold.state, self._fold.roster
         self._writer = LogWriter(settings, client_id="coordinator")
 
@@ -88,6 +88,7 @@ class Coordinator:
             self._fold.rebuild()
             while not stop.is_set() and not self._done():
                 self._fold.follow(POLL_SECONDS)
+                self._settle_with_rival()
                 self._decide()
                 self._beat("ready")
             self._beat("stopped", force=True)
@@ -95,6 +96,19 @@ class Coordinator:
             self._transactions.close()
             self._fold.close()
             self._writer.close()
+
+    def _settle_with_rival(self) -> None:
+        """Finds out who is active when another coordinator speaks: a transaction of the fenced one
+        fails (FencedError), even if it has nothing to decide."""
+        rival, self._fold.rival = self._fold.rival, None
+        if rival is None:
+            return
+        log.warning("another coordinator speaks: process %d on %s", rival.pid, rival.host)
+        try:
+            with self._transactions.transaction() as transaction:
+                transaction.send(self._topics.workers, self._status("ready"), key="coordinator")
+        except TransactionAbortedError as error:
+            log.warning("not settled yet: %s", error)  # the rival's next word asks again
 
     def _give_up(self, work: Unplaced) -> None:
         trajectory = self._records.given_up(work)
@@ -246,30 +260,35 @@ class Coordinator:
         if not force and now - self._beat_at < self._config.rollout.heartbeat_seconds:
             return
         self._beat_at = now
+        self._writer.send(self._topics.workers, self._status(state), key="coordinator")
+        if state == "stopped":
+            try:
+                self._writer.flush(self._config.kafka.request_timeout_seconds)
+            except DeadlineError:
+                log.warning("the last status could not be delivered")
+
+    def _status(self, state: ProcessState) -> Status:
         run_state = self._state
         message = (
             f"version {run_state.newest}, {run_state.outstanding_total} groups outstanding"
             if run_state.newest >= 0
             else "waiting for version 0 from the trainer"
         )
-        self._writer.send(
-            self._topics.workers,
-            Status(
-                run=self._run, process="coordinator", role="coordinator",
-                incarnation=self._incarnation, state=state, created_ms=self._now_ms(),
-                message=message, version=run_state.newest,
-                metrics={
-                    "unplaced": float(len(self._fold.unplaced)),
-                    "outstanding": float(run_state.outstanding_total),
-                    "live_versions": float(len(run_state.live_versions())),
-                    "next_ordinal": float(run_state.next_ordinal),
-                },
-                host=socket.gethostname(), pid=os.getpid(),
-            ),
-            key="coordinator",
-        )  # fmt: skip
-        if state == "stopped":
-            try:
-                self._writer.flush(self._config.kafka.request_timeout_seconds)
-            except DeadlineError:
-                log.warning("the last status could not be delivered")
+        return Status(
+            run=self._run,
+            process="coordinator",
+            role="coordinator",
+            incarnation=self._incarnation,
+            state=state,
+            created_ms=self._now_ms(),
+            message=message,
+            version=run_state.newest,
+            metrics={
+                "unplaced": float(len(self._fold.unplaced)),
+                "outstanding": float(run_state.outstanding_total),
+                "live_versions": float(len(run_state.live_versions())),
+                "next_ordinal": float(run_state.next_ordinal),
+            },
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )

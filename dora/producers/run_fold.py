@@ -15,7 +15,7 @@ from dora.config import Config
 from dora.core.identity import differences
 from dora.core.placement import Unplaced
 from dora.core.ring import parse_trajectory_id, slot_partitions, trajectory_id
-from dora.core.roster import Roster
+from dora.core.roster import GONE, Roster
 from dora.core.state import RunState, finished_facts
 from dora.core.window import Window
 from dora.errors import RunError
@@ -29,11 +29,18 @@ REBUILD_SECONDS = 300.0
 
 
 class RunFold:
-    """State, roster and what waits for placement; `clock` is a monotonic one, in seconds."""
+    """State, roster and what waits for placement; `clock` is a monotonic one, in seconds, and
+    `incarnation` the coordinator's own."""
 
     def __init__(
-        self, config: Config, settings: ClusterSettings, clock: Callable[[], float]
+        self,
+        config: Config,
+        settings: ClusterSettings,
+        clock: Callable[[], float],
+        *,
+        incarnation: str,
     ) -> None:
+        self._incarnation = incarnation
         self._config = config
         self._clock = clock
         self._run = config.run.name
@@ -54,6 +61,8 @@ class RunFold:
         """Trajectories that were tried too often; whoever ends them takes them off the list."""
         self.zombies: dict[str, Status] = {}
         """Replaced incarnations of workers that still speak, by incarnation."""
+        self.rival: Status | None = None
+        """Last word of another coordinator of this run; whoever looks at it clears it."""
         self.opened = -1
         """Newest version with an admission in the journal; -1 is none."""
         self._policies: dict[int, Policy] = {}
@@ -157,6 +166,9 @@ class RunFold:
             case Status(role="rollout"):
                 if not self.roster.hear(value, self._clock(), live=live) and live:
                     self.zombies[value.incarnation] = value
+            case Status(role="coordinator") if live and value.state not in GONE:
+                if value.incarnation != self._incarnation:
+                    self.rival = value
             case Admission():
                 # after start-up admissions are this coordinator's own and known since their commit
                 if not live:

@@ -20,7 +20,8 @@ PAGE = Path(__file__).with_name("configuration.md")
 INTRODUCTION = """\
 # Configuration
 
-Made from the docstrings in `dora/config.py` by `make docs`; change it there.
+Made from the docstrings in `dora/config.py` and `dora/config_training.py` by `make docs`;
+change it there.
 
 A run is described by one TOML file. Its values can be overridden, each of these by the next:
 

@@ -8,17 +8,12 @@ documentation (`docs/configuration.md` is generated from them).
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, model_validator
 
-Seconds = Annotated[float, Field(gt=0)]
-Positive = Annotated[int, Field(ge=1)]
-Hook = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+from dora.config_training import Hook, Positive, Seconds, Section, TrainerSection
 
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors and values never change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+BYTES_PER_TOKEN = 16
+"""What a token of a trajectory record takes at most: id, log-probability, mask and its text."""
 
 
 class RunSection(Section):
@@ -219,82 +214,6 @@ class RolloutSection(Section):
         return self
 
 
-class LossSection(Section):
-    """The policy-gradient loss; every option names its source in `dora/consumers/losses.py`."""
-
-    kind: Literal["grpo", "gspo", "cispo"] = "grpo"
-    """Ratio per token and clipped (grpo), per sequence (gspo), or clipped weight (cispo)."""
-    advantage_std: bool = True
-    """Divide a group's advantages by the standard deviation of its rewards."""
-    normalization: Literal["token", "sequence", "constant"] = "token"
-    """Mean over all tokens, mean of sequence means, or sum over a constant length."""
-    constant_length: Positive | None = None
-    """Divisor of `constant` normalisation; by default rollout.max_new_tokens."""
-    clip_low: Annotated[float, Field(gt=0)] = 0.2
-    """Ratios below 1 - clip_low give no gradient when the advantage is negative."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
-    """Ratios above 1 + clip_high give no gradient when the advantage is positive."""
-    clip_dual: Annotated[float, Field(gt=1)] | None = None
-    """Triplet clipping: upper bound of the ratio for negative advantages."""
-    importance_cap: Annotated[float, Field(gt=0)] | None = None
-    """Truncated importance weight between engine and trainer: weights above it are cut to it."""
-    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL penalty to the starting policy; 0 keeps no reference model."""
-    mask_overlong: bool = False
-    """Leave trajectories out of the loss that were cut at max_new_tokens."""
-    drop_no_signal: bool = False
-    """Dynamic sampling: set groups aside whose rewards are all equal, so that each batch is full
-    of groups with signal."""
-
-
-class OptimizerSection(Section):
-    """AdamW and its schedule."""
-
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
-    """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of Adam's moments."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Adam's epsilon."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer updates over which the learning rate rises linearly from zero."""
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """What the learning rate does after warm-up, until trainer.steps."""
-    gradient_clip: Annotated[float, Field(gt=0)] = 1.0
-    """Largest norm of the gradient."""
-
-
-class TrainerSection(Section):
-    """The trainer."""
-
-    steps: Positive
-    """Committed steps after which the run is complete."""
-    updates_per_step: Positive = 1
-    """Optimizer updates in one step; must divide window.groups_per_step."""
-    max_tokens_per_micro_batch: Positive = 16_384
-    """Token budget of one forward and backward pass, padding included."""
-    checkpoint_every: Positive = 1
-    """Steps between full DeepSpeed checkpoints; the steps after the last are redone on recovery."""
-    keep_checkpoints: Positive = 2
-    """Newest checkpoints that are kept."""
-    deterministic: bool = True
-    """Use deterministic algorithms, so that a redo gives identical weights."""
-    threads: Positive = 1
-    """CPU only: threads of the trainer."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
-    deepspeed: dict[str, Any] = {}
-    """DeepSpeed configuration, merged over what dora sets (`zero_optimization.stage` and so on)."""
-    batch_timeout_seconds: Seconds = 1800.0
-    """How long to wait for an admissible batch before the trainer stops and says what it lacks."""
-    loss: LossSection = LossSection()
-    """The loss."""
-    optimizer: OptimizerSection = OptimizerSection()
-    """The optimizer."""
-
-
 class WeightsSection(Section):
     """Where policy versions are stored."""
 
@@ -360,6 +279,12 @@ class Config(Section):
             raise ValueError(
                 f"rollout.max_model_len ({self.rollout.max_model_len}) is shorter than "
                 f"task.max_prompt_tokens + rollout.max_new_tokens ({longest})"
+            )
+        needed = BYTES_PER_TOKEN * self.max_model_len
+        if self.kafka.max_message_bytes < needed:
+            raise ValueError(
+                f"kafka.max_message_bytes ({self.kafka.max_message_bytes}) is too small for "
+                f"trajectories of {self.max_model_len} tokens: at least {needed}"
             )
         return self
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dora.config import LossSection
+from dora.config_training import LossSection
 from dora.consumers.advantages import group_advantages
 from dora.errors import RecordError
 from dora.schemas.records import Trajectory, unpack_logprobs, unpack_tokens

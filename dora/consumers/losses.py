@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dora.config import LossSection
+from dora.config_training import LossSection
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to +-20 before the exponential, so that one absurd token cannot produce an

@@ -7,7 +7,7 @@ none is forgotten. Samples are kept for outstanding groups only, so memory is bo
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dora.config import LossSection
+from dora.config_training import LossSection
 from dora.consumers.advantages import has_signal
 from dora.consumers.batches import Sample, group_samples
 from dora.core.state import Group, RunState, finished_facts

@@ -15,7 +15,8 @@ import torch
 from dora.bus.reader import LogReader, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
-from dora.config import Config, LossSection
+from dora.config import Config
+from dora.config_training import LossSection
 from dora.consumers.batches import Sample
 from dora.consumers.checkpoints import Checkpoints
 from dora.consumers.learner import Learner

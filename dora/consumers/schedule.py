@@ -6,7 +6,7 @@ same rate as the first time.
 
 import math
 
-from dora.config import OptimizerSection
+from dora.config_training import OptimizerSection
 
 
 def learning_rate(settings: OptimizerSection, update: int, total: int) -> float:

@@ -50,6 +50,11 @@ NOWHERE = "127.0.0.1:1"
             "capacity = 8\nmax_model_len = 4",
             ["rollout.max_model_len (4) is shorter than", "(16)"],
         ),
+        (
+            "max_new_tokens = 8",
+            "max_new_tokens = 1000000",
+            ["kafka.max_message_bytes (8388608) is too small for trajectories of 1000008 tokens"],
+        ),
         ('verifier = "scoring:verify"', "", ["task.verifier is needed"]),
         ('verifier = "scoring:verify"', 'verifier = "scoring"', ["task.verifier", "'scoring'"]),
         ("[window]", "[window", ["run.toml is no valid TOML", "at line 15"]),

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dora.config import LossSection
+from dora.config_training import LossSection
 from dora.consumers.logprobs import token_logprobs
 from dora.consumers.losses import TokenTerms, policy_loss
 

@@ -106,8 +106,10 @@ class JsonlTask(Task):
             item = json.loads(line)
         except UnicodeDecodeError as exception:
             raise TaskError(f"{place}: not UTF-8: {exception}") from exception
-        except ValueError as exception:
-            raise TaskError(f"{place}: not JSON: {exception}") from exception
+        except json.JSONDecodeError as exception:
+            raise TaskError(
+                f"{place}: not JSON: {exception.msg} at column {exception.colno}"
+            ) from exception
         if not isinstance(item, dict):
             raise TaskError(f"{place}: holds {type(item).__name__}, not an object")
         needed = [self._section.answer_field]

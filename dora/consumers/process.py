@@ -55,8 +55,7 @@ def prepare(config: Config) -> ModuleType:
     torch.manual_seed(config.run.seed)
     _find_ninja()
     deepspeed = _import_deepspeed()
-    if not torch.distributed.is_initialized():
-        _join(deepspeed, "gloo" if on_cpu else "nccl")
+    _join(deepspeed, "gloo" if on_cpu else "nccl")
     return deepspeed
 
 
@@ -88,8 +87,10 @@ def _join(deepspeed: ModuleType, backend: str) -> None:
     # One rank needs no shared-memory collectives: marking them unavailable saves compiling them
     # with g++ at the first start.
     getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    # an engine in the same process may have made the group of one already
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     deepspeed.init_distributed(dist_backend=backend, verbose=False, dist_init_required=False)
 
 

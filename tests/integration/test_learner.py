@@ -157,7 +157,9 @@ def test_a_redo_from_a_checkpoint_is_bit_identical(model: Path, tmp_path: Path) 
     assert redo.weights_checksum() != checksum
     redo.load_checkpoint(tmp_path)
     assert redo.updates == 2
-    assert redo.update(groups(2), version=1) == first
+    again = redo.update(groups(2), version=1)
+    # the weights of version 0, on which the mismatch is measured, are no part of a checkpoint
+    assert again == {k: v for k, v in first.items() if not k.startswith("logprob_mismatch")}
     assert redo.weights_checksum() == checksum
 
 

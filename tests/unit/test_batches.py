@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dora.config import LossSection, OptimizerSection
+from dora.config_training import LossSection, OptimizerSection
 from dora.consumers.batches import (
     Sample,
     group_samples,

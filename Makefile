@@ -41,8 +41,10 @@ endif
 demo: setup
 	$(BIN)/dora run $(CONFIG)
 
+# Two sessions: vLLM and DeepSpeed each want the process group of their process for themselves.
 test: setup
-	$(BIN)/python -m pytest tests/unit tests/integration
+	$(BIN)/python -m pytest tests/unit tests/integration -m "not vllm"
+	$(BIN)/python -m pytest tests/integration -m vllm
 
 test-unit: .venv/ready
 	$(BIN)/python -m pytest tests/unit

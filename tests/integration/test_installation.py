@@ -18,6 +18,8 @@ from dora.weights.models import copy_companions
 from dora.weights.store import WeightStore
 from tests.engines import VOCABULARY, ModelMaker
 
+pytestmark = pytest.mark.vllm
+
 CANARY = canary_tokens(0, VOCABULARY, 64)
 
 

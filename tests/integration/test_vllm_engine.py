@@ -16,6 +16,8 @@ from dora.producers.engines.base import Delta, Request, Sampling
 from dora.producers.engines.vllm import VllmEngine
 from tests.engines import STOP, VOCABULARY, ModelMaker
 
+pytestmark = pytest.mark.vllm
+
 PROMPT = [(7 * i) % 38 + 2 for i in range(12)]
 TOLERANCE = 1e-4
 

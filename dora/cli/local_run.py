@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,19 +26,18 @@ from dora.cli.options import ConfigSource, with_broker
 from dora.cli.preflight import process_names
 from dora.cli.prepare import needs_preparation
 from dora.cli.supervisor import ChildSpec, SupervisionError, Supervisor
+from dora.cli.watched_monitor import CATCH_UP_SECONDS, WatchedMonitor
 from dora.config import Config
 from dora.consumers.ledger import check_continues
 from dora.consumers.monitor import RunMonitor
 from dora.consumers.snapshot import Snapshot
 from dora.consumers.summary import summarize, write_summary
-from dora.errors import BusError, DoraError, PolicyError, RunError
+from dora.errors import DoraError, PolicyError, RunError
 
 _DRAW_SECONDS = 0.5
-_POLL_SECONDS = 0.25
 _BROKER_CHECK_SECONDS = 2.0
 _STOP_SECONDS = 45.0
 _LAST_WORKERS_SECONDS = 60.0
-_CATCH_UP_SECONDS = 300.0
 _AUDIT_SECONDS = 3600.0
 
 
@@ -93,7 +92,7 @@ class LocalRun:
         self._make_topics(settings)
         monitor = self._monitor(settings)
         try:
-            monitor.catch_up(_CATCH_UP_SECONDS)
+            monitor.catch_up(CATCH_UP_SECONDS)
             self._check_continues(monitor, settings)
             snapshot = monitor.snapshot()
             if self._complete(snapshot):
@@ -103,7 +102,7 @@ class LocalRun:
                 )
             else:
                 monitor = self._supervise(monitor, settings)
-                monitor.catch_up(_CATCH_UP_SECONDS)
+                monitor.catch_up(CATCH_UP_SECONDS)
             return self._finish(monitor.snapshot())
         finally:
             monitor.close()
@@ -186,12 +185,12 @@ class LocalRun:
 
     def _supervise(self, monitor: RunMonitor, settings: ClusterSettings) -> RunMonitor:
         """Keep the processes alive until the run is complete; the monitor to go on with."""
-        watched = _Watched(monitor)
+        watched = WatchedMonitor(monitor)
         display = PlainDisplay(self._console) if self._plain else open_display(self._console)
 
         def finished(name: str) -> bool:
             # A part that was told to stop by hand ends with 0 as well: only the log says.
-            watched.monitor.catch_up(_CATCH_UP_SECONDS)
+            watched.monitor.catch_up(CATCH_UP_SECONDS)
             return watched.monitor.snapshot().newest >= self._config.trainer.steps
 
         with self._signals(), display:
@@ -218,7 +217,7 @@ class LocalRun:
     def _follow(
         self,
         supervisor: Supervisor,
-        watched: "_Watched",
+        watched: WatchedMonitor,
         settings: ClusterSettings,
         display: Display,
     ) -> None:
@@ -374,33 +373,3 @@ class LocalRun:
         finally:
             for number, handler in former.items():
                 signal.signal(number, handler)
-
-
-class _Watched:
-    """A monitor that survives an unreachable cluster."""
-
-    def __init__(self, monitor: RunMonitor) -> None:
-        self.monitor = monitor
-        self._failing = False
-
-    def poll(self, display: Display) -> bool:
-        """Fold what comes; whether the connection must be opened again."""
-        end = time.monotonic() + _POLL_SECONDS
-        try:
-            while (left := end - time.monotonic()) > 0:
-                self.monitor.poll(timeout=left)
-        except BusError as error:
-            display.note(f"cannot read the log: {error.message}")
-            return True
-        return False
-
-    def reopen(self, make: Callable[[], RunMonitor], display: Display) -> None:
-        """Read the log anew over a new connection, if the cluster answers."""
-        try:
-            monitor = make()
-            monitor.catch_up(_CATCH_UP_SECONDS)
-        except DoraError as error:
-            display.note(f"the cluster does not answer: {error.message}")
-            return
-        self.monitor.close()
-        self.monitor = monitor

@@ -37,6 +37,11 @@ class Window:
         """Groups that may be outstanding at once."""
         return (self.max_staleness + 1) * self.groups_per_step
 
+    def admissible(self, outstanding: int, steps_left: int) -> int:
+        """How many new groups may start now: as many as the window admits, and no more than the
+        steps that are left will train."""
+        return max(0, min(self.capacity, steps_left * self.groups_per_step) - outstanding)
+
     def admits(self, outstanding: int) -> bool:
         """Whether a group may start; `outstanding` includes a batch that is being trained."""
         return outstanding + 1 <= self.capacity

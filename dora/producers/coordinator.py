@@ -145,8 +145,10 @@ class Coordinator:
         stops = self._stops() if complete and not records else []
         records += stops
         if not stops:
-            admissible = 0 if complete or evaluations else self._admissible()
-            records += self._planned(admissible)
+            steps_left = self._config.trainer.steps - self._state.newest
+            outstanding = self._state.outstanding_total
+            admissible = self._fold.window.admissible(outstanding, steps_left)
+            records += self._planned(0 if complete or evaluations else admissible)
         if not records:
             self._yielded = self._yielded or complete
             return
@@ -159,16 +161,6 @@ class Coordinator:
         self._yielded = self._yielded or complete
         if stops:
             self._stop_sent_at = self._clock()
-
-    def _admissible(self) -> int:
-        """Groups that the window, and what is left of the run, let start now."""
-        state, window = self._state, self._fold.window
-        outstanding = state.outstanding_total
-        needed = (self._config.trainer.steps - state.newest) * window.groups_per_step
-        count = 0
-        while window.admits(outstanding + count) and outstanding + count < needed:
-            count += 1
-        return count
 
     def _evaluations_due(self) -> list[Record]:
         evaluation = self._config.evaluation

@@ -128,3 +128,14 @@ def test_no_other_batch_is_allowed_where_the_oldest_is_not(
         > window.limit(j, newest)
         for j in range(newest + 1)
     )
+
+
+def test_groups_start_as_far_as_the_window_admits_and_the_run_will_train() -> None:
+    window = Window(1, 4)
+    assert [window.admissible(n, 10) for n in (0, 7, 8, 9)] == [8, 1, 0, 0]
+    assert [window.admissible(n, 1) for n in (0, 3, 4)] == [4, 1, 0]
+    assert window.admissible(0, 0) == 0
+    for outstanding in range(12):
+        count = window.admissible(outstanding, 10)
+        assert all(window.admits(outstanding + more) for more in range(count))
+        assert not window.admits(outstanding + count)

@@ -1,0 +1,43 @@
+"""The monitor of a run that `dora run` watches, through outages of the cluster.
+
+Invariant: losing the cluster for a while never ends the watching; the monitor is made anew.
+"""
+
+import time
+from collections.abc import Callable
+
+from dora.cli.display import Display
+from dora.consumers.monitor import RunMonitor
+from dora.errors import BusError, DoraError
+
+CATCH_UP_SECONDS = 300.0
+_POLL_SECONDS = 0.25
+
+
+class WatchedMonitor:
+    """A monitor that survives an unreachable cluster."""
+
+    def __init__(self, monitor: RunMonitor) -> None:
+        self.monitor = monitor
+
+    def poll(self, display: Display) -> bool:
+        """Fold what comes; whether the connection must be opened again."""
+        end = time.monotonic() + _POLL_SECONDS
+        try:
+            while (left := end - time.monotonic()) > 0:
+                self.monitor.poll(timeout=left)
+        except BusError as error:
+            display.note(f"cannot read the log: {error.message}")
+            return True
+        return False
+
+    def reopen(self, make: Callable[[], RunMonitor], display: Display) -> None:
+        """Read the log anew over a new connection, if the cluster answers."""
+        try:
+            monitor = make()
+            monitor.catch_up(CATCH_UP_SECONDS)
+        except DoraError as error:
+            display.note(f"the cluster does not answer: {error.message}")
+            return
+        self.monitor.close()
+        self.monitor = monitor

@@ -10,7 +10,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, model_validator
 
-from dora.config_training import Hook, Positive, Seconds, Section, TrainerSection
+from dora.config_training import (
+    Hook,
+    Positive,
+    RecoverySection,
+    Seconds,
+    Section,
+    TrainerSection,
+)
 
 BYTES_PER_TOKEN = 16
 """What a token of a trajectory record takes at most: id, log-probability, mask and its text."""
@@ -194,9 +201,13 @@ class RolloutSection(Section):
     heartbeat_seconds: Seconds = 1.0
     """How often a worker reports that it lives."""
     heartbeat_timeout_seconds: Seconds = 30.0
-    """A worker silent for longer is given up, and its trajectories start again elsewhere."""
+    """A worker silent for longer is given up, and others go on with its trajectories."""
     load_timeout_seconds: Seconds = 900.0
     """The same for a worker that starts its engine or loads weights."""
+    stall_timeout_seconds: Seconds = 300.0
+    """A trajectory without a new token for longer is taken from its engine and tried again."""
+    hang_timeout_seconds: Seconds = 600.0
+    """A worker whose engine does not return for longer ends itself, so that it can be restarted."""
     max_attempts: Positive = 5
     """Attempts at one trajectory before its group is set aside."""
     canary_tolerance: Annotated[float, Field(gt=0)] = 0.02
@@ -250,6 +261,8 @@ class Config(Section):
     """Generation."""
     kafka: KafkaSection = KafkaSection()
     """Cluster."""
+    recovery: RecoverySection = RecoverySection()
+    """Recovery."""
     weights: WeightsSection = WeightsSection()
     """Weight store."""
     evaluation: EvaluationSection = EvaluationSection()

@@ -88,7 +88,24 @@ class TrainerSection(Section):
     """DeepSpeed configuration, merged over what dora sets (`zero_optimization.stage` and so on)."""
     batch_timeout_seconds: Seconds = 1800.0
     """How long to wait for an admissible batch before the trainer stops and says what it lacks."""
+    ranks: Positive = 1
+    """Trainer processes on this machine that share each step, started by DeepSpeed's launcher. For
+    several machines start `dora train` with a launcher that sets RANK and WORLD_SIZE."""
+    rank_timeout_seconds: Seconds = 300.0
+    """How long a rank waits for the others before all of them stop."""
     loss: LossSection = LossSection()
     """The loss."""
     optimizer: OptimizerSection = OptimizerSection()
     """The optimizer."""
+
+
+class RecoverySection(Section):
+    """What the trainer does when it redoes committed steps after a crash."""
+
+    on_mismatch: Literal["stop", "accept"] = "stop"
+    """When redone weights differ from the announced ones by more than is allowed: stop, or go on
+    with the redone weights and report by how much they differ. Allowed is nothing where
+    trainer.deterministic is set, and recovery.tolerance otherwise."""
+    tolerance: Annotated[float, Field(ge=0)] = 1e-2
+    """Largest difference, relative to the largest weight of a tensor, where the trainer is not
+    deterministic."""

@@ -87,9 +87,12 @@ class Chunk:
     worker: str
     sampling: Sampling
     created_ms: int
+    resumed_tokens: int = 0
 
     def __post_init__(self) -> None:
         _same_length(self.token_ids, self.logprobs)
+        if not 0 <= self.resumed_tokens <= len(self.token_ids) // 4:
+            raise InvalidRecord(f"{self.resumed_tokens} of {len(self.token_ids) // 4} resumed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,7 @@ class Trajectory:
     started_ms: int
     generated_ms: int
     created_ms: int
+    resumed_tokens: int = 0
 
     def __post_init__(self) -> None:
         _same_length(self.token_ids, self.logprobs)
@@ -138,6 +142,8 @@ class Trajectory:
             raise InvalidRecord("mask holds something else than 0 and 1")
         if sum(run.tokens for run in self.version_runs) != generated:
             raise InvalidRecord("version_runs do not add up to the generated tokens")
+        if not 0 <= self.resumed_tokens <= generated:
+            raise InvalidRecord(f"{self.resumed_tokens} of {generated} generated tokens resumed")
         if self.reward is not None and not np.isfinite(self.reward):
             raise InvalidRecord(f"reward is {self.reward}")
         if self.reward is None and self.error is None:
@@ -298,6 +304,7 @@ class Status:
     message: str = ""
     version: int = -1
     capacity: int = 0
+    loading: int = -1
     running: tuple[str, ...] = ()
     command_offset: int = -1
     metrics: dict[str, float] = field(default_factory=dict)

@@ -104,6 +104,7 @@ def records(draw: st.DrawFn, cls: type[Record]) -> Record:
     own: dict[str, Any] = {}
     if cls is Chunk:
         own = {"token_ids": tokens, "logprobs": logprobs}
+        own["resumed_tokens"] = draw(st.integers(0, n))
     elif cls is Command:
         own = {"prefix_token_ids": tokens, "prefix_logprobs": logprobs}
     elif cls is Policy:
@@ -115,6 +116,7 @@ def records(draw: st.DrawFn, cls: type[Record]) -> Record:
             "logprobs": logprobs,
             "mask": mask,
             "version_runs": (VersionRun(draw(INT64), mask.count(1)),),
+            "resumed_tokens": draw(st.integers(0, mask.count(1))),
             "error": "no reward" if draw(st.booleans()) else None,
         }
         own["reward"] = draw(FLOAT | st.none()) if own["error"] else draw(FLOAT)

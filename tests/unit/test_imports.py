@@ -16,6 +16,7 @@ SHARED = {
     "config_training",
     "config_file",
     "errors",
+    "faults",
     "",
 }  # "" is the package itself: its version
 
@@ -32,6 +33,7 @@ ALLOWED = {
     "config_training": set(),
     "config_file": {"config_file", "config", "errors", "schemas", "core"},
     "errors": {"errors"},
+    "faults": {"faults", "errors"},
     "__init__": set(),
     "__main__": {"cli"},
 }

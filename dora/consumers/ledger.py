@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dora import faults
 from dora.bus.reader import BEGINNING, LogReader, Unreadable
 from dora.bus.topics import RunTopics
 from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
@@ -205,6 +206,7 @@ class LedgerWriter:
         read: Mapping[tuple[str, int], int],
     ) -> None:
         for attempt in range(1, COMMIT_ATTEMPTS + 1):
+            faults.point("trainer.before_transaction")
             try:
                 with self._transactions.transaction() as transaction:
                     transaction.send(self._topics.steps, entry, key=self._run, partition=0)
@@ -213,9 +215,11 @@ class LedgerWriter:
                         transaction.send(self._topics.policies, policy, key=key, partition=0)
                     if read:
                         transaction.send_offsets(f"{self._run}.trainer", read)
+                    faults.point("trainer.inside_transaction")
             except TransactionAbortedError as error:
                 if attempt == COMMIT_ATTEMPTS:
                     raise
                 log.warning("commit %d of %d failed: %s", attempt, COMMIT_ATTEMPTS, error)
             else:
+                faults.point("trainer.after_transaction")
                 return

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dora import faults
 from dora.bus.reader import LogReader
 from dora.bus.topics import RunTopics
 from dora.config import Config
@@ -53,15 +54,20 @@ class Publisher:
 
     def publish(self, version: int) -> Policy:
         """Store the learner's weights as `version`; returns the record that announces them, with
-        the canary under these weights and the offsets at which the version's slot starts."""
+        the canary under these weights and the offsets from which on the topics concern it."""
         published = self._write(version)
         config = self._config
         tokens = canary_tokens(config.run.seed, self._learner.vocabulary, config.max_model_len)
+        topics = self._topics
         slots = [
             (topic, index)
-            for topic in (self._topics.chunks, self._topics.trajectories)
+            for topic in (topics.chunks, topics.trajectories)
             for index in slot_partitions(version, config.window.ring, config.kafka.lanes)
         ]
+        # Whatever concerns this version comes after it was announced: who starts later need not
+        # read these topics from their beginning.
+        slots += [(topics.dispatch, index) for index in range(config.kafka.dispatch_partitions)]
+        slots.append((topics.steps, 0))
         offsets = self._reader.end_offsets(slots)
         return Policy(
             run=config.run.name,
@@ -85,6 +91,7 @@ class Publisher:
             lambda directory: copy_companions(self._model, directory, code=code),
             self._config.run_directory / "scratch",
         )
+        faults.point("trainer.weights_stored")
         self._progress()
         return published
 
@@ -94,6 +101,7 @@ class Publisher:
             return None
         name = checkpoint_name(policy.version, policy.weights_checksum)
         self._checkpoints.write(name, self._learner.save_checkpoint)
+        faults.point("trainer.checkpoint_stored")
         self._progress()
         return name
 

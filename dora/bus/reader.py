@@ -1,14 +1,15 @@
 """Reading a run's topics by offset.
 
 Invariant: what a `LogReader` returns from a partition is the partition's records in order, from the
-assigned offset on, each once, without a gap: an offset that is gone is an error, a value that
-cannot be decoded is returned as `Unreadable`. There is no consumer group and no rebalancing;
-whoever needs a place to go on from takes it from `positions()` or from the log itself.
+assigned offset on, each once, without a gap (but for keys that are not wanted): an offset that is
+gone is an error, a value that cannot be decoded is returned as `Unreadable`. There is no consumer
+group and no rebalancing; whoever needs a place to go on from takes it from `positions()` or from
+the log itself.
 """
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from types import TracebackType
@@ -70,7 +71,8 @@ class LogReader:
 
     A broker that is away for a while is ridden out: `poll` returns nothing meanwhile. BusError when
     it stays away for `request_timeout`, when an assigned offset was deleted, or when the cluster
-    refuses; TopicError when the topic does not exist. Not for use from several threads.
+    refuses; TopicError when the topic does not exist. Not for use from several threads. Messages
+    whose key `wanted` denies are passed over without being decoded; positions move past them.
     """
 
     def __init__(
@@ -79,8 +81,10 @@ class LogReader:
         *,
         isolation: Isolation = "read_committed",
         client_id: str,
+        wanted: Callable[[str | None], bool] | None = None,
     ) -> None:
         self._settings = settings
+        self._wanted = wanted
         self._failures = Failures()
         properties = consumer_properties(settings, client_id, isolation)
         self._consumer: Consumer = make_client(Consumer, {**properties, "error_cb": self._failures})
@@ -228,7 +232,7 @@ class LogReader:
             raise explain(error, self._settings, "reading", self._failures) from exception
 
     def _take(self, raw: Any) -> Message | None:
-        """The message, its position noted; None for an event."""
+        """The message, its position noted; None for an event or a key that is not wanted."""
         error = raw.error()
         topic, partition, offset = raw.topic(), raw.partition(), raw.offset()
         if error is not None:
@@ -236,18 +240,20 @@ class LogReader:
             return None
         self._failures.down_since = None
         self._positions[topic, partition] = offset + 1
+        key = None if raw.key() is None else raw.key().decode("utf-8", "replace")
+        if self._wanted is not None and not self._wanted(key):
+            return None
         data = raw.value() or b""
         value: Record | Unreadable
         try:
             value = decode(data)
         except UndecodableRecord as reason:
             value = Unreadable(reason.code, reason.reason, data)
-        key = raw.key()
         return Message(
             topic=topic,
             partition=partition,
             offset=offset,
-            key=None if key is None else key.decode("utf-8", "replace"),
+            key=key,
             timestamp_ms=raw.timestamp()[1],
             headers={name: content or b"" for name, content in raw.headers() or ()},
             value=value,

@@ -272,6 +272,50 @@ def test_leaving_read_to_end_early_loses_nothing(
     assert ordinals(reader) == list(range(21, 50))
 
 
+def test_messages_with_other_keys_are_passed_over_undecoded_and_positions_move_past_them(
+    new_topic: Callable[..., str], settings: ClusterSettings, writer: LogWriter
+) -> None:
+    topic = new_topic()
+    raw = Producer({"bootstrap.servers": settings.bootstrap_servers})
+    for ordinal in range(200):
+        writer.send(topic, admission(ordinal), key=f"g{ordinal % 10}", partition=0)
+    writer.send(topic, admission(200), partition=0)  # without a key
+    writer.flush(DEADLINE)
+    raw.produce(topic, b"no record", key=b"other", partition=0)
+    raw.produce(topic, b"no record", key=b"g3", partition=0)
+    raw.produce(topic, b"no record", key=b"other", partition=0)
+    assert raw.flush(DEADLINE) == 0
+    asked: list[str | None] = []
+
+    def wanted(key: str | None) -> bool:
+        asked.append(key)
+        return key in ("g3", None)
+
+    with LogReader(settings, client_id="reader", wanted=wanted) as reader:
+        reader.assign({(topic, 0): 0})
+        found = list(reader.read_to_end(DEADLINE))
+        assert [m.offset for m in found] == [*range(3, 200, 10), 200, 202]
+        assert isinstance(found[-1].value, Unreadable)  # a wanted key is never dropped
+        assert reader.positions() == {(topic, 0): 204}
+        assert len(asked) == 204
+        write(writer, topic, range(300, 301))
+        assert poll_until(reader, 1) == [300]
+        assert list(reader.read_to_end(DEADLINE)) == []
+
+
+def test_polling_without_a_wanted_key_returns_nothing_in_time_and_moves_on(
+    new_topic: Callable[..., str], settings: ClusterSettings, writer: LogWriter
+) -> None:
+    topic = new_topic()
+    write(writer, topic, range(2000))
+    with LogReader(settings, client_id="reader", wanted=lambda key: key == "none") as reader:
+        reader.assign({(topic, 0): 0})
+        begin = time.monotonic()
+        while reader.positions()[topic, 0] < 2000:
+            assert reader.poll(timeout=0.2) == []
+            assert time.monotonic() - begin < DEADLINE
+
+
 def test_a_committed_transaction_is_read_and_an_aborted_one_is_not(
     new_topic: Callable[..., str],
     reader: LogReader,

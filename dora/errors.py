@@ -61,6 +61,10 @@ class WeightsError(DoraError):
     """Weights are missing, damaged, or could not be stored."""
 
 
+class MissingWeightsError(WeightsError):
+    """A version's files are not in the weight store."""
+
+
 class CanaryError(WeightsError):
     """An engine's log-probabilities differ from the trainer's after an update of the weights."""
 

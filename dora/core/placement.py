@@ -35,7 +35,10 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """A started trajectory that no worker holds; `attempt` is the number of its next attempt."""
+    """A started trajectory that no worker holds; `attempt` is the number of its next attempt.
+
+    That attempt goes on from the prefix, packed as in the records.
+    """
 
     group_id: str
     sample: int
@@ -43,6 +46,8 @@ class Unplaced:
     ordinal: int
     purpose: Purpose
     attempt: int
+    prefix_token_ids: bytes = b""
+    prefix_logprobs: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

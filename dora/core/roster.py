@@ -24,6 +24,14 @@ def holding(trajectory_id: str, attempt: int) -> str:
     return f"{trajectory_id}#{attempt}"
 
 
+def parse_holding(text: str) -> tuple[str, int]:
+    """Trajectory id and attempt of an entry of `Status.running`; ValueError when malformed."""
+    trajectory_id, separator, attempt = text.rpartition("#")
+    if not separator or not attempt.isdecimal():
+        raise ValueError(f"{text!r} names no attempt: it must read <trajectory id>#<attempt>")
+    return trajectory_id, int(attempt)
+
+
 @dataclass(frozen=True, slots=True)
 class Hold:
     """An attempt in the hands of a worker."""
@@ -36,13 +44,19 @@ class Hold:
 
 @dataclass(slots=True)
 class Member:
-    """One incarnation of a worker as last heard."""
+    """One incarnation of a worker as last heard.
+
+    `superseded` are attempts that it generates although others took them over (it was given up and
+    came back), `yielded` those of them that it was told to stop.
+    """
 
     status: Status
     heard_at: float
     confirmed: bool
     switching_to: int | None = None
     holds: set[str] = field(default_factory=set)
+    superseded: set[str] = field(default_factory=set)
+    yielded: set[str] = field(default_factory=set)
 
 
 class Roster:
@@ -74,16 +88,36 @@ class Roster:
             if member is not None:
                 self._replaced.add(member.status.incarnation)
                 self._release(member)
-            self._members[status.process] = Member(status, now, live)
-            return True
+            member = self._members[status.process] = Member(status, now, live)
+        switched = member.status.loading != -1 and status.loading == -1
         member.status = status
         member.heard_at = now
         member.confirmed = member.confirmed or live
-        if member.switching_to is not None and status.version == member.switching_to:
+        if status.loading != -1:
+            member.switching_to = status.loading
+        elif status.version == member.switching_to or switched:
+            # done, or given up because the version had left the window
             member.switching_to = None
+        if live:
+            self._compare(member)
         if status.state in GONE:
             self._release(member)
         return True
+
+    def _compare(self, member: Member) -> None:
+        """Finds attempts in a worker's hands that are not its own any more."""
+        member.yielded.intersection_update(member.status.running)
+        member.superseded.clear()
+        for held in member.status.running:
+            trajectory_id, attempt = parse_holding(held)
+            if trajectory_id not in self._attempts or held in member.yielded:
+                continue
+            hold = self._holds.get(trajectory_id)
+            if hold is None or (hold.incarnation, hold.attempt) != (
+                member.status.incarnation,
+                attempt,
+            ):
+                member.superseded.add(held)
 
     def sent(self, command: Command, now: float, offset: int | None = None) -> None:
         """Notes a command that is in the log: just written, or read while catching up.
@@ -108,7 +142,16 @@ class Roster:
                 )
                 member.holds.add(command.trajectory_id)
         elif command.kind == "yield":
-            self._drop(command.trajectory_id)
+            held = holding(command.trajectory_id, command.attempt)
+            hold = self._holds.get(command.trajectory_id)
+            if hold is not None and (hold.incarnation, hold.attempt) == (
+                command.incarnation,
+                command.attempt,
+            ):
+                self._drop(command.trajectory_id)
+            if member is not None and current:
+                member.superseded.discard(held)
+                member.yielded.add(held)
         elif (
             command.kind == "switch"
             and member is not None

@@ -57,6 +57,7 @@ class RunState:
         self._outstanding: dict[int, int] = {}
         self._outstanding_total = 0
         self._journal_version = -1  # of the newest train admission
+        self._floor = 0  # groups of older versions are closed; see `begin_at`
         self._evaluated: dict[int, set[str]] = {}  # by version: eval groups admitted
         self._pending: dict[str, list[Finished]] = {}  # seen before their group's admission
         self._closed: dict[str, int] = {}  # forgotten groups whose records may still come
@@ -83,6 +84,17 @@ class RunState:
     def start(self) -> None:
         """Version 0 is committed (RunStarted was seen). Harmless when repeated."""
         self.newest = max(self.newest, 0)
+
+    def begin_at(self, version: int) -> None:
+        """The fold begins with the ledger entries of the step that made `version`.
+
+        For whoever knows that every group of an older version is closed: such groups are not
+        followed, and counters and evaluations count from here on. ValueError once records were fed.
+        """
+        if self.newest >= 0 or self.last_step is not None or self.next_ordinal:
+            raise ValueError("a fold can only begin before its first record")
+        self._floor = version
+        self.newest = version - 1
 
     def admit(self, admission: Admission) -> None:
         """A group started; the journal must be fed in its order.
@@ -120,6 +132,8 @@ class RunState:
             )
         self._journal_version = group.version
         self.next_ordinal = group.ordinal + 1
+        if group.version < self._floor:
+            return
         if group.group_id in self._ahead:
             self._ahead.remove(group.group_id)
             return
@@ -128,6 +142,8 @@ class RunState:
         self._track(group)
 
     def _admit_evaluation(self, group: Group) -> None:
+        if group.version < self._floor:
+            return
         admitted = self._evaluated.setdefault(group.version, set())
         if group.group_id in admitted:
             raise ValueError(f"group {group.group_id} is admitted a second time")
@@ -227,8 +243,9 @@ class RunState:
             self._forget()
 
     def _check_continues(self, step: Step) -> None:
+        begins = self.last_step is None and self._floor > 0
         expected = 0 if self.last_step is None else self.last_step.sequence + 1
-        if step.sequence != expected:
+        if step.sequence != expected and not begins:
             raise ValueError(f"ledger entry {step.sequence} comes where {expected} is due")
         newest = max(self.newest, 0)
         due = newest + 1 if step.kind == "step" else newest
@@ -251,6 +268,9 @@ class RunState:
             seen.add(group_id)
 
     def _remove(self, ref: GroupRef) -> None:
+        if ref.version < self._floor:
+            self._close(ref.group_id, ref.version)
+            return
         group = self._groups.pop(ref.group_id, None)
         seen: set[int] = set()
         if group is None:

@@ -1,4 +1,4 @@
-"""The coordinator: decides what starts where, and when workers switch version.
+"""The coordinator: carries out what `dora.core.coordination` decides.
 
 Invariant: it holds no state of its own. Everything it knows is folded from the log, and a decision
 takes effect only when the transaction that carries it commits: admissions (journal) and the
@@ -15,34 +15,43 @@ import time
 import uuid
 from collections.abc import Callable
 
+from dora import faults
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
 from dora.bus.writer import LogWriter
 from dora.config import Config
-from dora.core.placement import Unplaced, due_evaluations, plan
-from dora.core.ring import (
-    eval_group_id,
-    parse_trajectory_id,
-    partition,
-    worker_partition,
-)
+from dora.core.coordination import Coordination, Decision, Rules
+from dora.core.placement import Unplaced
+from dora.core.ring import partition, worker_partition
 from dora.core.roster import GONE
+from dora.core.window import Window
 from dora.errors import DeadlineError
 from dora.producers.record_maker import RecordMaker
-from dora.producers.run_fold import JOURNAL, RunFold
-from dora.schemas.records import (
-    Admission,
-    Command,
-    ProcessState,
-    Record,
-    Status,
-)
+from dora.producers.run_fold import BEGINNING, JOURNAL, RunFold
+from dora.producers.takeover import ChunkScanner, Lost
+from dora.schemas.records import Admission, Command, ProcessState, Record, Status
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.02
 STOP_SECONDS = 30.0
+
+
+def rules_of(config: Config) -> Rules:
+    """What of `config` the coordination decides by."""
+    window, rollout = config.window, config.rollout
+    return Rules(
+        window=Window(window.max_staleness, window.groups_per_step),
+        group_size=window.group_size,
+        steps=config.trainer.steps,
+        success_threshold=config.task.success_threshold,
+        heartbeat_timeout=rollout.heartbeat_timeout_seconds,
+        load_timeout=rollout.load_timeout_seconds,
+        max_attempts=rollout.max_attempts,
+        evaluation_every=config.evaluation.every,
+        evaluation_prompts=config.evaluation.prompts,
+    )
 
 
 class Coordinator:
@@ -63,8 +72,6 @@ class Coordinator:
         self._topics = RunTopics(self._run)
         self._records = RecordMaker(config, now_ms)
         self._incarnation = uuid.uuid4().hex
-        self._yielded = False
-        self._stop_sent_at: float | None = None
         self._beat_at = float("-inf")
         # fences an older coordinator before anything is read, so that what is read is complete
         self._transactions = TransactionalWriter(
@@ -73,8 +80,9 @@ class Coordinator:
             client_id="coordinator",
             transaction_timeout=config.kafka.transaction_timeout_seconds,
         )
-        self._fold = RunFold(config, settings, clock, incarnation=self._incarnation)
-        self._state, self._roster = self._fold.state, self._fold.roster
+        self._coordination = Coordination(rules_of(config), self._incarnation)
+        self._fold = RunFold(config, settings, self._coordination, clock)
+        self._scanner = ChunkScanner(settings)
         self._writer = LogWriter(settings, client_id="coordinator")
 
     def run(self, stop: threading.Event) -> None:
@@ -90,6 +98,8 @@ class Coordinator:
                 self._fold.follow(POLL_SECONDS)
                 self._settle_with_rival()
                 self._decide()
+                self._take_over()
+                self._give_up()
                 self._beat("ready")
             self._beat("stopped", force=True)
         finally:
@@ -100,7 +110,7 @@ class Coordinator:
     def _settle_with_rival(self) -> None:
         """Finds out who is active when another coordinator speaks: a transaction of the fenced one
         fails (FencedError), even if it has nothing to decide."""
-        rival, self._fold.rival = self._fold.rival, None
+        rival, self._coordination.rival = self._coordination.rival, None
         if rival is None:
             return
         log.warning("another coordinator speaks: process %d on %s", rival.pid, rival.host)
@@ -110,124 +120,21 @@ class Coordinator:
         except TransactionAbortedError as error:
             log.warning("not settled yet: %s", error)  # the rival's next word asks again
 
-    def _give_up(self, work: Unplaced) -> None:
-        trajectory = self._records.given_up(work)
-        log.warning("giving up %s after %d attempts", trajectory.trajectory_id, work.attempt)
-        self._writer.send(
-            self._topics.trajectories,
-            trajectory,
-            key=trajectory.trajectory_id,
-            partition=partition(
-                work.version,
-                work.group_id,
-                self._config.window.ring,
-                self._config.kafka.lanes,
-            ),
-        )
-
     def _decide(self) -> None:
-        """One tick: what is lost, what is due, who does it; in one transaction."""
-        for identity in self._roster.lost(self._clock()):
-            self._fold.release(identity)
-        while self._fold.given_up:
-            self._give_up(self._fold.given_up.pop())
-        if self._state.newest < 0 or self._stop_sent_at is not None:
-            return
-        complete = self._state.newest >= self._config.trainer.steps
-        records: list[Record] = [
-            self._records.command(z, "stop", reason=f"another {z.process} took its place")
-            for z in self._fold.zombies.values()
-        ]
-        evaluations = self._evaluations_due()
-        records += evaluations
-        yields = self._yields() if complete and not self._yielded else []
-        records += yields
-        stops = self._stops() if complete and not records else []
-        records += stops
-        if not stops:
-            steps_left = self._config.trainer.steps - self._state.newest
-            outstanding = self._state.outstanding_total
-            admissible = self._fold.window.admissible(outstanding, steps_left)
-            records += self._planned(0 if complete or evaluations else admissible)
-        if not records:
-            self._yielded = self._yielded or complete
-            return
+        """One tick: everything that is due, in one transaction."""
+        decision = self._coordination.decide(self._clock())
+        records = self._records.of_decision(decision)
         try:
             self._commit(records)
         except TransactionAbortedError as error:
             log.warning("nothing of this tick took effect: %s", error)
             return
-        self._fold.zombies.clear()
-        self._yielded = self._yielded or complete
-        if stops:
-            self._stop_sent_at = self._clock()
-
-    def _evaluations_due(self) -> list[Record]:
-        evaluation = self._config.evaluation
-        due = due_evaluations(
-            opened=self._fold.opened,
-            newest=self._state.newest,
-            every=evaluation.every,
-            last=self._config.trainer.steps,
-        )
-        return [
-            self._records.admission(eval_group_id(version, ordinal), ordinal, version, 1, "eval")
-            for version in due
-            for ordinal in range(evaluation.prompts)
-        ]
-
-    def _yields(self) -> list[Record]:
-        """After the last step: takes back what nobody will train any more."""
-        for identity in [i for i, work in self._fold.unplaced.items() if work.purpose == "train"]:
-            del self._fold.unplaced[identity]
-        records: list[Record] = []
-        for member in self._roster.members():
-            for identity in sorted(member.holds):
-                group = self._state.groups.get(parse_trajectory_id(identity)[0])
-                hold = self._roster.held(identity)
-                if group is not None and group.purpose == "train" and hold is not None:
-                    records.append(
-                        self._records.command(
-                            member.status, "yield", trajectory_id=identity, attempt=hold.attempt,
-                            reason="the run is complete",
-                        )
-                    )  # fmt: skip
-        return records
-
-    def _stops(self) -> list[Record]:
-        """Tells the workers to end, once the last version is evaluated."""
-        steps = self._config.trainer.steps
-        tally = self._state.evaluations.get(steps)
-        if self._config.evaluation.prompts and (tally is None or tally.finished < tally.admitted):
-            return []
-        return [
-            self._records.command(member.status, "stop", reason="the run is complete")
-            for member in self._roster.members()
-            if member.status.state not in GONE
-        ]
-
-    def _done(self) -> bool:
-        if self._stop_sent_at is None:
-            return False
-        alive = [m.status.process for m in self._roster.members() if m.status.state not in GONE]
-        late = self._clock() - self._stop_sent_at > STOP_SECONDS
-        if alive and late:
-            log.warning("ending although %s did not confirm the stop", ", ".join(alive))
-        return not alive or late
-
-    def _planned(self, admissible: int) -> list[Record]:
-        decided = plan(
-            self._roster.views(),
-            list(self._fold.unplaced.values()),
-            newest=self._state.newest,
-            admissible=admissible,
-            next_ordinal=self._state.next_ordinal,
-            group_size=self._config.window.group_size,
-        )
-        addressees = {member.status.process: member.status for member in self._roster.members()}
-        return self._records.of_plan(decided, addressees)
+        self._report(decision)
+        self._coordination.committed(decision, records, self._clock())
 
     def _commit(self, records: list[Record]) -> None:
+        if not records:
+            return
         topics = self._topics
         with self._transactions.transaction() as transaction:
             for record in records:
@@ -238,14 +145,59 @@ class Coordinator:
                 elif isinstance(record, Command):
                     index = worker_partition(record.worker, self._config.kafka.dispatch_partitions)
                     transaction.send(topics.dispatch, record, key=record.worker, partition=index)
-        now = self._clock()
-        for record in records:
-            if isinstance(record, Admission):
-                self._fold.admitted(record)
-            elif isinstance(record, Command):
-                self._roster.sent(record, now)
-                if record.kind == "start":
-                    self._fold.unplaced.pop(record.trajectory_id, None)
+            faults.point("coordinator.inside_transaction")
+        faults.point("coordinator.after_transaction")
+
+    def _report(self, decision: Decision) -> None:
+        for zombie in decision.zombies:
+            log.warning(
+                "process %d of %s was replaced and still speaks", zombie.pid, zombie.process
+            )
+        for each in decision.yields:
+            log.info(
+                "%s is to hand back %s: %s", each.worker.process, each.trajectory_id, each.reason
+            )
+
+    def _take_over(self) -> None:
+        """Has the chunks of lost trajectories read, and takes what was found."""
+        topic, window = self._topics.chunks, self._config.window
+        wanted: dict[str, Lost] = {}
+        for identity, work in self._coordination.scans.items():
+            index = partition(work.version, work.group_id, window.ring, self._config.kafka.lanes)
+            starts = self._fold.start_of(topic, work.version)
+            start = starts.get((topic, index), BEGINNING)
+            wanted[identity] = Lost(work.version, (topic, index), start)
+        self._scanner.ask(wanted)
+        for identity, prefix in self._scanner.poll().items():
+            self._coordination.scanned(identity, prefix)
+
+    def _give_up(self) -> None:
+        """Ends trajectories that no worker survives; their groups will be set aside."""
+        while self._coordination.given_up:
+            work: Unplaced = self._coordination.given_up.pop()
+            trajectory = self._records.given_up(work)
+            log.warning("giving up %s after %d attempts", trajectory.trajectory_id, work.attempt)
+            index = partition(
+                work.version,
+                work.group_id,
+                self._config.window.ring,
+                self._config.kafka.lanes,
+            )
+            self._writer.send(
+                self._topics.trajectories, trajectory, key=trajectory.trajectory_id, partition=index
+            )
+
+    def _done(self) -> bool:
+        """Whether all workers confirmed the stop, or had their time for it."""
+        stopped_at = self._coordination.stopped_at
+        if stopped_at is None:
+            return False
+        members = self._coordination.roster.members()
+        alive = [m.status.process for m in members if m.status.state not in GONE]
+        late = self._clock() - stopped_at > STOP_SECONDS
+        if alive and late:
+            log.warning("ending although %s did not confirm the stop", ", ".join(alive))
+        return not alive or late
 
     def _beat(self, state: ProcessState, *, force: bool = False) -> None:
         now = self._clock()
@@ -260,7 +212,7 @@ class Coordinator:
                 log.warning("the last status could not be delivered")
 
     def _status(self, state: ProcessState) -> Status:
-        run_state = self._state
+        run_state = self._coordination.state
         message = (
             f"version {run_state.newest}, {run_state.outstanding_total} groups outstanding"
             if run_state.newest >= 0
@@ -276,7 +228,10 @@ class Coordinator:
             message=message,
             version=run_state.newest,
             metrics={
-                "unplaced": float(len(self._fold.unplaced)),
+                "unplaced": float(len(self._coordination.unplaced)),
+                "scanning": float(len(self._coordination.scans)),
+                "takeovers_total": float(self._coordination.takeovers),
+                "resumed_tokens_total": float(self._coordination.resumed_tokens),
                 "outstanding": float(run_state.outstanding_total),
                 "live_versions": float(len(run_state.live_versions())),
                 "next_ordinal": float(run_state.next_ordinal),

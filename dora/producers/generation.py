@@ -2,7 +2,8 @@
 
 Invariant: the chunks of an attempt, in sequence, hold exactly the generated tokens of its
 trajectory record, each token once, with the log-probability under which it was sampled, and all are
-of the one policy version that the attempt was started with (C1).
+of the one policy version that the attempt was started with (C1). An attempt that goes on from an
+earlier one's tokens repeats them in its first chunk.
 """
 
 import zlib
@@ -34,8 +35,9 @@ def attempt_seed(run_seed: int, trajectory_id: str, attempt: int) -> int:
 class Attempt:
     """What a worker knows of an attempt in its hands.
 
-    `emitted` counts the generated tokens that are in chunks already, those of an earlier attempt's
-    prefix included.
+    `resumed` counts the tokens that were taken over from an earlier attempt, `emitted` the tokens
+    that are in chunks of this one already. `progress_at` is when the last token came, in seconds of
+    the worker's clock.
     """
 
     command: Command
@@ -43,8 +45,10 @@ class Attempt:
     sampling: Sampling
     worker: str
     started_ms: int
+    progress_at: float = 0.0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    resumed: int = 0
     emitted: int = 0
     chunks: int = 0
     finish_reason: FinishReason | None = None
@@ -54,7 +58,7 @@ class Attempt:
     def __post_init__(self) -> None:
         self.tokens += unpack_tokens(self.command.prefix_token_ids).tolist()
         self.logprobs += unpack_logprobs(self.command.prefix_logprobs).tolist()
-        self.emitted = len(self.tokens)
+        self.resumed = len(self.tokens)
 
     def request(self) -> Request:
         """What the engine is asked to generate."""
@@ -96,6 +100,7 @@ class Attempt:
             token_ids=pack_tokens(self.tokens[self.emitted :]),
             logprobs=pack_logprobs(self.logprobs[self.emitted :]),
             last=last, worker=self.worker, sampling=self.sampling, created_ms=now_ms,
+            resumed_tokens=0 if self.chunks else self.resumed,
         )  # fmt: skip
         self.emitted = len(self.tokens)
         self.chunks += 1
@@ -127,4 +132,5 @@ class Attempt:
             reward_parts=parts, error=error, text=text, worker=self.worker, engine=engine,
             sampling=self.sampling, started_ms=self.started_ms,
             generated_ms=self.generated_ms or now_ms, created_ms=now_ms,
+            resumed_tokens=self.resumed,
         )  # fmt: skip

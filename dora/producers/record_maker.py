@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from dora.config import Config
+from dora.core.coordination import Decision
 from dora.core.placement import Plan, Unplaced
 from dora.core.ring import trajectory_id
 from dora.schemas.records import (
@@ -73,7 +74,31 @@ class RecordMaker:
             policy_version=work.version,
             ordinal=work.ordinal,
             purpose=work.purpose,
+            prefix_token_ids=work.prefix_token_ids,
+            prefix_logprobs=work.prefix_logprobs,
         )
+
+    def of_decision(self, decision: Decision) -> list[Record]:
+        """A decision's records, in the order in which they hold."""
+        return [
+            *(
+                self.command(z, "stop", reason=f"another {z.process} took its place")
+                for z in decision.zombies
+            ),
+            *(
+                self.admission(admit.group_id, admit.ordinal, admit.version, 1, "eval")
+                for admit in decision.evaluations
+            ),
+            *(
+                self.command(
+                    each.worker, "yield", trajectory_id=each.trajectory_id, attempt=each.attempt,
+                    reason=each.reason,
+                )
+                for each in decision.yields
+            ),
+            *(self.command(w, "stop", reason="the run is complete") for w in decision.stops),
+            *self.of_plan(decision.plan, decision.addressees),
+        ]  # fmt: skip
 
     def of_plan(self, plan: Plan, addressees: Mapping[str, Status]) -> list[Record]:
         """A plan's records; `addressees` are the workers' newest statuses by worker id."""
@@ -116,7 +141,8 @@ class RecordMaker:
             finish_reason="error",
             reward=None,
             reward_parts={},
-            error=f"gave up after {work.attempt} attempts: each worker that tried was lost",
+            error=f"gave up after {work.attempt} attempts: "
+            "the last ones were lost without a new token",
             text=None,
             worker="coordinator",
             engine="none",

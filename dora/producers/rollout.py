@@ -11,6 +11,7 @@ import time
 
 from dora.bus.settings import ClusterSettings
 from dora.config import Config
+from dora.producers import watchdog
 from dora.producers.claim import claim_worker_id
 from dora.producers.emulated_scoring import EmulatedScorer
 from dora.producers.engines import create_engine
@@ -56,8 +57,9 @@ def run_worker(
     try:
         Worker(
             config, settings, worker, engine=engine, installer=installer, task=task,
-            tokenizer=tokenizer, scorer=scorer, stop_token_ids=stops,
+            tokenizer=tokenizer, scorer=scorer, stop_token_ids=stops, alive=watchdog.alive,
         ).run(stop)  # fmt: skip
     finally:
+        watchdog.off()
         engine.close()
         scorer.close()

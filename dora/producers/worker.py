@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable
 
+from dora import faults
 from dora.bus.reader import LogReader, Message, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
@@ -22,11 +23,11 @@ from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.core.ring import partition, worker_partition
 from dora.core.roster import holding
-from dora.errors import DeadlineError, DoraError, TaskError
+from dora.errors import DeadlineError, DoraError, MissingWeightsError, TaskError
 from dora.producers.emulated_scoring import EmulatedScorer
 from dora.producers.engines.base import Delta, Engine
 from dora.producers.generation import Attempt, attempt_seed
-from dora.producers.installation import Installer
+from dora.producers.installation import Installed, Installer
 from dora.producers.scoring import Scored, Scorer
 from dora.producers.tasks.base import Prompt, Task
 from dora.producers.tokenization import Tokenizer
@@ -63,6 +64,7 @@ class Worker:
         scorer: Scorer | EmulatedScorer,
         stop_token_ids: tuple[int, ...],
         clock: Callable[[], float] = time.monotonic,
+        alive: Callable[[float], None] = lambda seconds: None,
         now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
         self._config = config
@@ -74,6 +76,7 @@ class Worker:
         self._scorer = scorer
         self._stop_token_ids = stop_token_ids
         self._clock = clock
+        self._alive = alive
         self._now_ms = now_ms
         self._topics = RunTopics(config.run.name)
         self._incarnation = uuid.uuid4().hex
@@ -134,6 +137,7 @@ class Worker:
             self._finish(scored)
         self._writer.poll()
         if self._clock() - self._beat_at >= self._config.rollout.heartbeat_seconds:
+            self._hand_back_stalled()
             self._beat()
 
     def _apply(self, message: Message) -> None:
@@ -160,14 +164,19 @@ class Worker:
                     self._told_to_stop = True
 
     def _start(self, command: Command) -> None:
-        if command.trajectory_id in self._attempts:
+        former = self._attempts.get(command.trajectory_id)
+        if former is not None and (
+            former.finish_reason is not None or former.command.attempt >= command.attempt
+        ):
             self._dead_letter(
                 "already_running",
                 f"attempt {command.attempt} of {command.trajectory_id} was sent while attempt "
-                f"{self._attempts[command.trajectory_id].command.attempt} is in hand",
+                f"{former.command.attempt} is in hand",
                 trajectory_id=command.trajectory_id,
             )
             return
+        if former is not None:
+            self._hand_back(former)  # this worker was given up, and is trusted again
         if command.policy_version != self._engine.version:
             self._dead_letter(
                 "wrong_version",
@@ -194,13 +203,15 @@ class Worker:
             prompt = self._task.prompt(command.ordinal, command.purpose)
         except TaskError as error:
             prompt = Prompt(command.ordinal, "", (), {})
-            attempt = Attempt(command, prompt, sampling, self._name, self._now_ms())
-            self._attempts[command.trajectory_id] = attempt
+            attempt = self._attempt(command, prompt, sampling)
             self._fail(attempt, "prompt_failed", str(error))
             return
-        attempt = Attempt(command, prompt, sampling, self._name, self._now_ms())
+        self._engine.add(self._attempt(command, prompt, sampling).request())
+
+    def _attempt(self, command: Command, prompt: Prompt, sampling: Sampling) -> Attempt:
+        attempt = Attempt(command, prompt, sampling, self._name, self._now_ms(), self._clock())
         self._attempts[command.trajectory_id] = attempt
-        self._engine.add(attempt.request())
+        return attempt
 
     def _yield(self, command: Command) -> None:
         attempt = self._attempts.get(command.trajectory_id)
@@ -218,14 +229,13 @@ class Worker:
 
     def _try_switch(self, version: int, deadline: float) -> None:
         policy = self._policies.get(version)
-        if policy is None:
+        if policy is None and not self._departed(version):
             if self._clock() > deadline:
                 raise DeadlineError(
                     f"version {version} was to be loaded, but its record did not come in "
                     f"{POLICY_SECONDS:.0f} s on {self._topics.policies}"
                 )
             return
-        self._switch = None
         for attempt in [a for a in self._attempts.values() if a.finish_reason is None]:
             self._hand_back(attempt)
             log.warning(
@@ -234,7 +244,13 @@ class Worker:
                 version,
             )
         self._say("loading", f"loading version {version}")
-        installed = self._installer.install(policy)
+        faults.point("worker.version_loading")
+        installed = None if policy is None else self._install(policy)
+        self._switch = None
+        if installed is None:
+            self._say("ready", f"version {version} has left the window: not loaded")
+            return
+        faults.point("worker.version_loaded")
         self._metrics["load_seconds"] = installed.seconds
         self._metrics["canary_difference_max"] = installed.canary.max_difference
         self._metrics["canary_difference_mean"] = installed.canary.mean_difference
@@ -244,11 +260,43 @@ class Worker:
         ) + float(installed.fresh_engine)
         self._say("ready", f"hosts version {version}")
 
+    def _install(self, policy: Policy) -> Installed | None:
+        """Loads a version; None if its files are gone because it has left the window meanwhile."""
+        try:
+            return self._installer.install(policy)
+        except MissingWeightsError as error:
+            for message in self._reader.poll(timeout=1.0):
+                self._apply(message)
+            if not self._departed(policy.version):
+                raise
+            log.warning("%s", error.message)
+            return None
+
+    def _departed(self, version: int) -> bool:
+        """Whether the version left the window: all its groups are trained, nobody needs it."""
+        newest = max(self._policies, default=-1)
+        return version < newest - self._config.window.max_staleness
+
+    def _hand_back_stalled(self) -> None:
+        """Takes back what its engine seems to have forgotten, so that it is tried again."""
+        limit = self._config.rollout.stall_timeout_seconds
+        now = self._clock()
+        for attempt in list(self._attempts.values()):
+            if attempt.finish_reason is None and now - attempt.progress_at > limit:
+                self._dead_letter(
+                    "stalled",
+                    f"attempt {attempt.command.attempt} got no token for {limit:g} s after "
+                    f"{len(attempt.tokens)} (rollout.stall_timeout_seconds); it is tried again",
+                    trajectory_id=attempt.command.trajectory_id,
+                )
+                self._hand_back(attempt)
+
     def _take(self, delta: Delta, now_ms: int) -> None:
         attempt = self._attempts.get(delta.request_id)
         if attempt is None:
             return
         attempt.take(delta, now_ms)
+        attempt.progress_at = self._clock()
         self._metrics["tokens_total"] += len(delta.token_ids)
         self._emit_chunk(attempt)
         if attempt.finish_reason == "error":
@@ -266,6 +314,7 @@ class Worker:
                 key=chunk.trajectory_id,
                 partition=self._partition(attempt),
             )
+            faults.point("worker.chunk_sent")
 
     def _finish(self, scored: Scored) -> None:
         attempt = self._attempts.get(scored.key)
@@ -304,6 +353,7 @@ class Worker:
             key=trajectory.trajectory_id,
             partition=self._partition(attempt),
         )
+        faults.point("worker.trajectory_sent")
         self._metrics["trajectories_total"] += 1
         self._unconfirmed.append(trajectory.trajectory_id)
 
@@ -357,6 +407,9 @@ class Worker:
     def _beat(self) -> None:
         """Confirms what was written, then says what is still in hand."""
         now = self._clock()
+        rollout = self._config.rollout
+        patience = rollout.hang_timeout_seconds
+        self._alive(rollout.load_timeout_seconds if self._state == "loading" else patience)
         self._writer.flush(self._config.kafka.request_timeout_seconds)
         for trajectory_id in self._unconfirmed:
             self._attempts.pop(trajectory_id, None)
@@ -373,7 +426,7 @@ class Worker:
                 run=self._config.run.name, process=self._name, role="rollout",
                 incarnation=self._incarnation, state=self._state, created_ms=self._now_ms(),
                 message=self._message, version=-1 if version is None else version,
-                capacity=self._config.rollout.capacity,
+                capacity=rollout.capacity, loading=-1 if self._switch is None else self._switch[0],
                 running=tuple(
                     holding(trajectory_id, attempt.command.attempt)
                     for trajectory_id, attempt in self._attempts.items()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 import fsspec
 
 from dora.config import Config
-from dora.errors import WeightsError
+from dora.errors import MissingWeightsError, WeightsError
 from dora.schemas.records import Policy, WeightFile
 from dora.weights.manifest import describe, safe_relative, verify
 
@@ -175,7 +175,7 @@ class WeightStore:
         if self._local:
             directory = Path(self._root) / name
             if not directory.is_dir():
-                raise WeightsError(
+                raise MissingWeightsError(
                     f"version {policy.version} is not in the weight store: no {directory}",
                     hint=f"The trainer wrote it to {policy.weights_uri}; it may have been pruned "
                     "(weights.keep), or this machine does not see that directory (weights.store).",
@@ -203,7 +203,7 @@ class WeightStore:
             verify(staging, policy.files)
             staging.rename(target)
         except FileNotFoundError as error:
-            raise WeightsError(
+            raise MissingWeightsError(
                 f"version {policy.version} is not complete in the weight store {self.url}: {error}",
                 hint=f"The trainer wrote it to {policy.weights_uri}.",
             ) from error

@@ -1,0 +1,72 @@
+"""What earlier attempts at a trajectory left in the chunk log, for the next one to go on from.
+
+Invariant: a prefix is what one attempt wrote, from its first token on without a gap, all of one
+policy version, with the log-probabilities under which it was sampled. An attempt that resumed
+another repeats the prefix in its first chunk, so no attempt's chunks need those of another.
+"""
+
+from dataclasses import dataclass, field
+
+from dora.schemas.records import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Tokens (little-endian int32) and log-probabilities (float32) to go on from.
+
+    `barren_since` is the number of the first attempt after the last one that generated a token of
+    its own; 0 if none has.
+    """
+
+    token_ids: bytes = b""
+    logprobs: bytes = b""
+    barren_since: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.token_ids) // 4
+
+
+@dataclass(slots=True)
+class _Attempt:
+    sequence: int = 0
+    token_ids: list[bytes] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)
+    tokens: int = 0
+    resumed: int = 0
+
+
+class PrefixCollector:
+    """Takes the chunks of some trajectories, in the order of their partition.
+
+    `wanted` maps trajectory ids to the version that their prefix must be of.
+    """
+
+    def __init__(self, wanted: dict[str, int]) -> None:
+        self._wanted = wanted
+        self._attempts: dict[str, dict[int, _Attempt]] = {}
+
+    def take(self, chunk: Chunk) -> None:
+        """Adds a chunk if it continues its attempt; others are left aside."""
+        if self._wanted.get(chunk.trajectory_id) != chunk.policy_version:
+            return
+        attempts = self._attempts.setdefault(chunk.trajectory_id, {})
+        attempt = attempts.setdefault(chunk.attempt, _Attempt())
+        if (chunk.sequence, chunk.position) != (attempt.sequence, attempt.tokens):
+            return
+        attempt.sequence += 1
+        attempt.token_ids.append(chunk.token_ids)
+        attempt.logprobs.append(chunk.logprobs)
+        attempt.tokens += len(chunk.token_ids) // 4
+        attempt.resumed += chunk.resumed_tokens
+
+    def best(self, trajectory_id: str) -> Prefix:
+        """The longest prefix, of equal ones the newest attempt's; empty if there is none."""
+        attempts = self._attempts.get(trajectory_id, {})
+        fruitful = [n for n, attempt in attempts.items() if attempt.tokens > attempt.resumed]
+        barren_since = max(fruitful, default=-1) + 1
+        if not attempts:
+            return Prefix()
+        _, _, longest = max((a.tokens, n, a) for n, a in attempts.items())
+        return Prefix(b"".join(longest.token_ids), b"".join(longest.logprobs), barren_since)

@@ -16,7 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from dora.cli.supervisor import ChildView
-from dora.consumers.snapshot import ProcessView, Snapshot, StepPoint
+from dora.consumers.process_view import ProcessView
+from dora.consumers.snapshot import Snapshot, StepPoint
+
+# Seconds without a chunk after which a wait is shown.
+_WAITS_AFTER = 5.0
 
 _COLOURS = {
     "running": "green",
@@ -181,6 +185,7 @@ def render(snapshot: Snapshot, children: Sequence[ChildView] = ()) -> Renderable
     if snapshot.steps_target:
         parts.append(_progress(snapshot))
     parts += [Text(f"  {reason}", style="red") for reason in snapshot.reasons]
+    parts += [Text(f"  {line}", style="yellow") for line in waiting_lines(snapshot)]
     parts.append(_figures(snapshot))
     if snapshot.versions:
         parts.append(_window(snapshot))
@@ -188,6 +193,17 @@ def render(snapshot: Snapshot, children: Sequence[ChildView] = ()) -> Renderable
         parts.append(_processes(snapshot.processes, children))
     parts += [Text(f"  {problem}", style="red") for problem in snapshot.problems[:5]]
     return Group(*parts)
+
+
+def waiting_lines(snapshot: Snapshot) -> list[str]:
+    """What a run that goes on waits for, where it has been waiting for a while; a stalled run says
+    so among its reasons."""
+    waits = [wait for wait in snapshot.waits if (wait.seconds_without_chunk or 0.0) >= _WAITS_AFTER]
+    lines = [wait.text for wait in waits] if snapshot.health == "running" else []
+    more = snapshot.waiting_for - len(snapshot.waits)
+    if more > 0 and (lines or snapshot.health == "stalled"):
+        lines.append(f"and {more} more {'trajectory' if more == 1 else 'trajectories'}")
+    return lines
 
 
 def _headline(snapshot: Snapshot) -> Text:

@@ -18,6 +18,8 @@ from dora.consumers.snapshot import Snapshot
 
 # Trajectory records read at most for a look; a longer history is read from the window on.
 HISTORY_RECORDS = 200_000
+# Seconds that a trajectory must hold a followed run up before its chunks are looked for.
+WATCH_SECONDS = 3.0
 
 
 @click.command()
@@ -53,6 +55,7 @@ def status(
         run,
         heartbeat_timeout=heartbeat_timeout,
         history=HISTORY_RECORDS,
+        explain_after=WATCH_SECONDS if watch else 0.0,
     )
     try:
         monitor.catch_up()
@@ -75,6 +78,7 @@ def status(
 def as_object(snapshot: Snapshot) -> dict[str, Any]:
     """A snapshot for programs; the computed figures stand beside the fields."""
     return dataclasses.asdict(snapshot) | {
+        "waits": [dataclasses.asdict(wait) | {"text": wait.text} for wait in snapshot.waits],
         "step": snapshot.step,
         "staleness_max": snapshot.staleness_max,
         "live_versions_max": snapshot.live_versions_max,

@@ -1,297 +1,37 @@
 """Watches a run from its log alone, for `dora status`, the live display and the summary.
 
 Invariant: what is shown was read from the log and nothing is written to it; a monitor may come and
-go at any time, on any machine that reaches the cluster. Contradictions in the log are counted and
-shown, they do not stop the view.
+go at any time, on any machine that reaches the cluster.
 """
 
 import json
+import logging
 import time
-from collections import deque
-from collections.abc import Iterable
 
-from dora.bus.reader import BEGINNING, LogReader, Message, Unreadable
+from dora.bus.reader import BEGINNING, LogReader, Partition
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics, TopicAdmin
-from dora.consumers.snapshot import (
-    EvaluationPoint,
-    ProcessView,
-    Snapshot,
-    StepPoint,
-    VersionBacklog,
-    assess,
-)
-from dora.core.overlap import VersionSpans
-from dora.core.ring import slot_partitions
-from dora.core.state import RunState, finished_facts
-from dora.core.window import Window
-from dora.schemas.records import (
-    Admission,
-    DeadLetter,
-    Policy,
-    RunStarted,
-    Status,
-    Step,
-    Trajectory,
-)
+from dora.consumers.chunk_signs import ChunkSigns, Search
+from dora.consumers.run_view import RunView
+from dora.consumers.snapshot import Snapshot
+from dora.core.groups import Group
+from dora.core.ring import partition, slot_partitions, trajectory_id
+from dora.errors import BusError
 
-_RATE_SECONDS = 60.0
-_PROBLEMS_KEPT = 20
+log = logging.getLogger(__name__)
 
-
-class RunView:
-    """The fold of a run's records into snapshots. No I/O: feed records, ask for snapshots."""
-
-    def __init__(
-        self,
-        run: str,
-        *,
-        steps_target: int | None = None,
-        heartbeat_timeout: float = 30.0,
-        load_timeout: float = 900.0,
-        launched_ms: int | None = None,
-    ) -> None:
-        self.run = run
-        self.started: RunStarted | None = None
-        self.state: RunState | None = None
-        self.policies: dict[int, Policy] = {}
-        self.whole_history = True
-        self._steps_target = steps_target
-        self._heartbeat_timeout = heartbeat_timeout
-        self._load_timeout = load_timeout
-        self._launched_ms = launched_ms
-        self._statuses: dict[str, Status] = {}
-        self._steps: list[StepPoint] = []
-        self._spans = VersionSpans()
-        self._recent: deque[tuple[int, int]] = deque()
-        self._last_ms: int | None = None
-        self._dead_letters = 0
-        self._unreadable = 0
-        self._problems: list[str] = []
-
-    def take(self, message: Message) -> None:
-        """Fold one message of any of the run's topics."""
-        value = message.value
-        place = f"{message.topic}[{message.partition}]@{message.offset}"
-        try:
-            match value:
-                case Unreadable():
-                    self._unreadable += 1
-                    self._problem(f"{place}: {value.reason}")
-                case RunStarted():
-                    self._start(value)
-                case Policy():
-                    self.policies[value.version] = value
-                    self._forget_policies()
-                case Status():
-                    self._statuses[value.process] = value
-                case DeadLetter():
-                    self._dead_letters += 1
-                case Step():
-                    self._commit(value)
-                case Admission() if self.state is not None:
-                    self.state.admit(value)
-                    if value.purpose == "train":
-                        self._spans.start(value.policy_version, value.created_ms)
-                case Trajectory() if self.state is not None:
-                    self._finish(value, message.partition, message.offset)
-                case _:
-                    pass  # commands and chunks tell this view nothing
-        except ValueError as error:
-            self._problem(f"{place}: {error}")
-
-    def snapshot(self, time_ms: int) -> Snapshot:
-        """The run as seen so far, at `time_ms` (Unix milliseconds)."""
-        state = self.state
-        processes = self._processes(time_ms)
-        evaluations = tuple(
-            EvaluationPoint(
-                tally.version,
-                tally.admitted,
-                tally.finished,
-                tally.successes,
-                tally.success_rate,
-                tally.reward_mean,
-            )
-            for _, tally in sorted((state.evaluations if state else {}).items())
-        )
-        newest = state.newest if state else -1
-        health, reasons = assess(
-            time_ms=time_ms,
-            started_ms=self.started.created_ms if self.started else None,
-            newest=newest,
-            steps_target=self._target(),
-            evaluating=not all(point.complete for point in evaluations),
-            step_times_ms=[point.created_ms for point in self._steps],
-            processes=processes,
-            launched_ms=self._launched_ms,
-        )
-        counters = state.counters if state else None
-        return Snapshot(
-            run=self.run,
-            time_ms=time_ms,
-            health=health,
-            reasons=reasons,
-            started_ms=self.started.created_ms if self.started else None,
-            last_ms=self._last_ms,
-            steps_target=self._target(),
-            newest=newest,
-            max_staleness=self.started.max_staleness if self.started else 0,
-            groups_per_step=self.started.groups_per_step if self.started else 0,
-            group_size=self.started.group_size if self.started else 0,
-            groups_outstanding=state.outstanding_total if state else 0,
-            groups_capacity=state.window.capacity if state else 0,
-            versions=self._backlog(processes),
-            processes=processes,
-            steps=tuple(self._steps),
-            evaluations=evaluations,
-            trajectories=counters.trajectories if counters else 0,
-            tokens=counters.generated_tokens if counters else 0,
-            tokens_generated_per_second=self._generated_rate(time_ms),
-            tokens_trained_per_second=self._trained_rate(),
-            groups_trained=counters.trained_groups if counters else 0,
-            groups_set_aside=counters.set_aside_groups if counters else 0,
-            duplicates=counters.duplicates if counters else 0,
-            late=counters.late if counters else 0,
-            foreign=counters.foreign if counters else 0,
-            dead_letters=self._dead_letters,
-            unreadable=self._unreadable,
-            problems=tuple(self._problems),
-            whole_history=self.whole_history,
-            live_versions_max=self._spans.most_at_once(),
-        )
-
-    def _start(self, record: RunStarted) -> None:
-        if self.state is not None:
-            self._problem("the ledger holds a second RunStarted record")
-            return
-        identity = json.loads(record.identity or "{}")
-        threshold = identity.get("task", {}).get("success_threshold", 1.0)
-        self.started = record
-        self.state = RunState(
-            Window(record.max_staleness, record.groups_per_step), record.group_size, threshold
-        )
-        self.state.start()
-        self._seen(record.created_ms)
-
-    def _commit(self, step: Step) -> None:
-        if self.state is None:
-            raise ValueError("a step comes before the RunStarted record")
-        self.state.commit(step)
-        self._seen(step.created_ms)
-        if step.kind == "step":
-            self._steps.append(StepPoint(step.version_out, step.created_ms, dict(step.metrics)))
-
-    def _finish(self, record: Trajectory, partition: int, offset: int) -> None:
-        assert self.state is not None
-        before = self.state.counters.trajectories
-        self.state.finish(finished_facts(record, partition, offset))
-        self._seen(record.created_ms)
-        if self.state.counters.trajectories > before and record.purpose == "train":
-            self._spans.finish(record.policy_version, record.created_ms)
-        if self.state.counters.trajectories > before:
-            self._recent.append((record.created_ms, record.generated_tokens))
-            self._trim(record.created_ms)
-
-    def _seen(self, created_ms: int) -> None:
-        self._last_ms = max(self._last_ms or 0, created_ms)
-
-    def _trim(self, now_ms: int) -> None:
-        while self._recent and self._recent[0][0] < now_ms - 1000 * _RATE_SECONDS:
-            self._recent.popleft()
-
-    def _forget_policies(self) -> None:
-        if self.started is not None:
-            for version in [v for v in self.policies if v < max(self.policies) - self.started.ring]:
-                del self.policies[version]
-
-    def _problem(self, text: str) -> None:
-        if len(self._problems) < _PROBLEMS_KEPT:
-            self._problems.append(text)
-
-    def _target(self) -> int | None:
-        if self._steps_target is not None:
-            return self._steps_target
-        for status in self._statuses.values():
-            if status.role == "trainer" and "steps_target" in status.metrics:
-                return int(status.metrics["steps_target"])
-        return None
-
-    def _processes(self, time_ms: int) -> tuple[ProcessView, ...]:
-        order = {"trainer": 0, "coordinator": 1, "rollout": 2}
-        views = []
-        for status in self._statuses.values():
-            age = max(0.0, (time_ms - status.created_ms) / 1000)
-            # An engine that starts or loads weights has no time to report.
-            busy = status.state in ("starting", "loading")
-            allowed = self._load_timeout if busy else self._heartbeat_timeout
-            views.append(
-                ProcessView(
-                    process=status.process,
-                    role=status.role,
-                    state=status.state,
-                    message=status.message,
-                    version=status.version,
-                    running=len(status.running),
-                    capacity=status.capacity,
-                    age_seconds=age,
-                    silent=age > allowed,
-                    host=status.host,
-                    pid=status.pid,
-                    metrics=dict(status.metrics),
-                )
-            )
-        return tuple(sorted(views, key=lambda view: (order.get(view.role, 3), view.process)))
-
-    def _backlog(self, processes: Iterable[ProcessView]) -> tuple[VersionBacklog, ...]:
-        if self.state is None:
-            return ()
-        hosts: dict[int, int] = {}
-        for process in processes:
-            if process.role == "rollout" and process.alive and process.version >= 0:
-                hosts[process.version] = hosts.get(process.version, 0) + 1
-        groups: dict[int, int] = {}
-        training: dict[int, int] = {}
-        evaluation: dict[int, int] = {}
-        for group, missing in self.state.unfinished():
-            if group.purpose == "eval":
-                evaluation[group.version] = evaluation.get(group.version, 0) + len(missing)
-            else:
-                groups[group.version] = groups.get(group.version, 0) + 1
-                training[group.version] = training.get(group.version, 0) + len(missing)
-        outstanding = self.state.outstanding
-        known = {*outstanding, *evaluation, *hosts, self.state.newest}
-        return tuple(
-            VersionBacklog(
-                version,
-                outstanding.get(version, 0),
-                groups.get(version, 0),
-                training.get(version, 0),
-                evaluation.get(version, 0),
-                hosts.get(version, 0),
-            )
-            for version in sorted(known)
-        )
-
-    def _generated_rate(self, time_ms: int) -> float:
-        self._trim(time_ms)
-        if not self._recent:
-            return 0.0
-        span = min(_RATE_SECONDS, (time_ms - self._recent[0][0]) / 1000)
-        return sum(tokens for _, tokens in self._recent) / max(span, 1.0)
-
-    def _trained_rate(self) -> float:
-        last = self._steps[-5:]
-        seconds = sum(point.metrics.get("step_seconds", 0.0) for point in last)
-        return sum(point.metrics.get("tokens", 0.0) for point in last) / seconds if seconds else 0.0
+_LOOK_EVERY_SECONDS = 2.0
+_LOOK_SECONDS = 5.0
+_EXPLAINED = 20
 
 
 class RunMonitor:
     """Reads a run's topics into a `RunView`.
 
     With `history` (records) set, trajectories that left the window are skipped in a log with more
-    records than that; totals and former evaluations then count from the window on. TopicError if
-    the run has no topics.
+    records than that; totals and former evaluations then count from the window on. What has held
+    the run up for `explain_after` seconds is looked for in the chunks. TopicError if the run has
+    no topics.
     """
 
     def __init__(
@@ -304,6 +44,7 @@ class RunMonitor:
         load_timeout: float = 900.0,
         launched_ms: int | None = None,
         history: int | None = None,
+        explain_after: float = 3.0,
     ) -> None:
         self.view = RunView(
             run,
@@ -315,6 +56,10 @@ class RunMonitor:
         self._topics = RunTopics(run)
         self._history = history
         self._attached = False
+        self._explain_after = explain_after
+        self._signs = ChunkSigns(settings, f"{run}.monitor-chunks")
+        self._blocking_since: dict[str, float] = {}
+        self._looked_at = float("-inf")
         control = (
             self._topics.steps,
             self._topics.policies,
@@ -351,8 +96,42 @@ class RunMonitor:
                 self.view.take(message)
 
     def snapshot(self) -> Snapshot:
-        """The run as read so far, now."""
+        """The run as read so far, now, with what is said in the chunks of what it waits for."""
+        self._look()
         return self.view.snapshot(time.time_ns() // 1_000_000)
+
+    def _look(self) -> None:
+        """Look for the newest chunks of what the run has been waiting for, now and then."""
+        now = time.monotonic()
+        blocking = {
+            trajectory_id(group.group_id, sample): group
+            for group, sample in self.view.blocking()[:_EXPLAINED]
+        }
+        self._blocking_since = {each: self._blocking_since.get(each, now) for each in blocking}
+        due = [each for each, at in self._blocking_since.items() if now - at >= self._explain_after]
+        if not due or now - self._looked_at < _LOOK_EVERY_SECONDS:
+            return
+        searches = {}
+        for each in due:
+            search = self._search(blocking[each])
+            if search is not None:
+                searches[each] = search
+        try:
+            self.view.signs(self._signs.look(searches, _LOOK_SECONDS))
+        except BusError as error:
+            # whoever follows the run meets a lost cluster with the next poll
+            log.info("no chunks could be looked at: %s", error.message)
+        self._looked_at = time.monotonic()
+
+    def _search(self, group: Group) -> Search | None:
+        """Where a group's chunks lie; None if its version's announcement was not read."""
+        started, policy = self.view.started, self.view.policies.get(group.version)
+        if started is None or policy is None:
+            return None
+        number = partition(group.version, group.group_id, started.ring, started.lanes)
+        place = (self._topics.chunks, number)
+        starts = [s.offset for s in policy.slots if (s.topic, s.partition) == place]
+        return Search(place, starts[0] if starts else 0)
 
     def close(self) -> None:
         """Close the connection."""
@@ -370,9 +149,22 @@ class RunMonitor:
             if sum(ends[key] - starts[key] for key in positions) > self._history:
                 positions = self._window_positions(ends)
                 self.view.whole_history = False
-        positions[(self._topics.dispatch, 0)] = BEGINNING
+        positions |= self._dispatch_positions()
         self._reader.assign(positions)
         self._attached = True
+
+    def _dispatch_positions(self) -> dict[Partition, int]:
+        """The journal from its start, and commands from where the live versions begin: whatever
+        concerns a version comes after its announcement."""
+        view = self.view
+        assert view.started is not None and view.state is not None
+        topic, shape = self._topics.dispatch, json.loads(view.started.identity or "{}")
+        count = int(shape.get("kafka", {}).get("dispatch_partitions", 1))
+        oldest = view.policies.get(view.state.window.oldest_live(view.state.newest))
+        slots = oldest.slots if oldest is not None else ()
+        announced = {slot.partition: slot.offset for slot in slots if slot.topic == topic}
+        positions = {(topic, each): announced.get(each, BEGINNING) for each in range(1, count)}
+        return positions | {(topic, 0): BEGINNING}
 
     def _window_positions(self, ends: dict[tuple[str, int], int]) -> dict[tuple[str, int], int]:
         """Where the live versions start; the spare slot holds nothing that counts so far."""

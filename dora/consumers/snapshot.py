@@ -7,8 +7,11 @@ with `dataclasses.asdict`. A run that can no longer go on by itself is never cal
 import itertools
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
+
+from dora.consumers.process_view import ProcessView
+from dora.consumers.waits import Wait
 
 Health = Literal["not started", "starting", "running", "stalled", "complete", "stopped"]
 
@@ -29,39 +32,6 @@ class VersionBacklog:
     trajectories_unfinished: int
     evaluation_unfinished: int
     workers: int
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessView:
-    """A process by its last own account; `age_seconds` is how long ago that was."""
-
-    process: str
-    role: str
-    state: str
-    message: str
-    version: int
-    running: int
-    capacity: int
-    age_seconds: float
-    silent: bool
-    host: str
-    pid: int
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the process said that it is over."""
-        return self.state in ("failed", "stopped")
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process still reports."""
-        return not self.ended and not self.silent
-
-    @property
-    def place(self) -> str:
-        """Host and process id, for people."""
-        return f"host {self.host}, pid {self.pid}" if self.host else f"pid {self.pid}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +62,17 @@ class EvaluationPoint:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A run at `time_ms`. Rates are tokens per second over the last minute of the log."""
+    """A run at `time_ms`. Rates are tokens per second over the last minute of the log.
+
+    `waits` explains some of the `waiting_for` trajectories that hold the next batch up.
+    """
 
     run: str
     time_ms: int
     health: Health
     reasons: tuple[str, ...]
+    waits: tuple[Wait, ...]
+    waiting_for: int
     started_ms: int | None
     last_ms: int | None
     steps_target: int | None
@@ -176,12 +151,15 @@ def assess(
     step_times_ms: Sequence[int],
     processes: Sequence[ProcessView],
     launched_ms: int | None = None,
+    waits: Sequence[Wait] = (),
+    starved: str | None = None,
 ) -> tuple[Health, tuple[str, ...]]:
     """Whether the run goes on, and why not.
 
     `step_times_ms` are the commit times of the steps, `evaluating` says whether evaluation
     trajectories are unfinished. With `launched_ms`, when the processes were started, those that
-    have not spoken since are given time to load.
+    have not spoken since are given time to load. A trainer that waits is stalled by a trajectory
+    that nobody has added to for a minute; `waits` and `starved` are added to the reasons then.
     """
     coordinating = any(process.role == "coordinator" and process.alive for process in processes)
     if steps_target is not None and newest >= steps_target and not (evaluating or coordinating):
@@ -200,8 +178,13 @@ def assess(
     if not reasons:
         moments = [moment for moment in (started_ms, launched_ms) if moment is not None]
         reasons = _quiet(time_ms, max(moments, default=None), step_times_ms, processes)
-    if reasons:
-        return "stalled", tuple(reasons)
+    # After a launch everybody is given the time to take up what lay still.
+    launched = float("inf") if launched_ms is None else (time_ms - launched_ms) / 1000
+    stuck = any(min(wait.stuck_seconds, launched) > _QUIET_SECONDS for wait in waits)
+    idle = any(p.role == "trainer" and p.alive and p.state == "waiting" for p in processes)
+    if reasons or (stuck and idle):
+        reasons += [starved] if starved else []
+        return "stalled", (*reasons, *(wait.text for wait in waits))
     if expected or started_ms is None:
         return "starting", tuple(f"waiting for the {role} process" for role in expected)
     return "running", ()

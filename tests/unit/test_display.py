@@ -12,7 +12,7 @@ from dora.bus.reader import Message, Unreadable
 from dora.cli.display import PlainDisplay, duration, learning_curve, render
 from dora.cli.record_lines import as_line, as_object, version_of
 from dora.cli.supervisor import ChildView
-from dora.consumers.monitor import RunView
+from dora.consumers.run_view import RunView
 from dora.consumers.snapshot import Snapshot
 from dora.consumers.summary import summarize, write_summary
 from dora.schemas.records import Command, DeadLetter, Record, RunStarted, Step
@@ -245,7 +245,9 @@ def test_plain_lines_tell_each_step_evaluation_and_change_once() -> None:
     assert "evaluation of version 2: success 1.000 of 1 held-out prompts" in lines
     assert lines[-2:] == [
         "w0 failed: canary differs",
-        "stalled: no rollout worker is alive; w0 failed: canary differs (pid 0)",
+        "stalled: no rollout worker is alive; w0 failed: canary differs (pid 0); "
+        "version 2 waits for group g4, sample 1, which no worker holds: no worker hosts version 2; "
+        "13 s without a chunk (no attempt yet)",
     ]
 
 

@@ -2,81 +2,22 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from dora.bus import BEGINNING, ClusterSettings, LogReader, LogWriter, cluster_settings
+from dora.bus import ClusterSettings, LogWriter, cluster_settings
 from dora.bus.broker import running_broker, start_broker, stop_broker
 from dora.config import KafkaSection
 from dora.consumers.monitor import RunMonitor
-from dora.schemas.records import Status
 from tests.integration.test_bad_input import started
+from tests.processes import DEADLINE, Process, process, statuses, until
 from tests.run_records import policy, status
 from tests.small_run import SmallRun, dora, refused, small, small_model
 
 __all__ = ["small", "small_model"]
 
-DEADLINE = 60.0
 OUTAGE_SECONDS = 20.0
-
-
-class Process:
-    """`dora ...` as a process of its own; what it says goes to a file."""
-
-    def __init__(self, log: Path, *arguments: str) -> None:
-        self.log = log
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "dora", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=log.parent,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-
-    @property
-    def said(self) -> str:
-        return self.log.read_text()
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(DEADLINE)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-
-
-@contextmanager
-def process(small: SmallRun, name: str, command: str, *options: str) -> Iterator[Process]:
-    log = small.directory / f"{name}.log"
-    child = Process(log, command, str(small.path), "-b", small.address, *options)
-    try:
-        yield child
-    finally:
-        child.end()
-
-
-def until(condition: Callable[[], object], what: str, *children: Process) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        told = "\n".join(child.said for child in children)
-        assert time.monotonic() < deadline, f"waited {DEADLINE:g} s for {what}\n{told}"
-        time.sleep(0.05)
-
-
-def statuses(settings: ClusterSettings, topic: str) -> list[Status]:
-    with LogReader(settings, client_id="test") as reader:
-        reader.assign({(topic, 0): BEGINNING})
-        found = [message.value for message in reader.read_to_end(DEADLINE)]
-    return [value for value in found if isinstance(value, Status)]
 
 
 def test_a_second_worker_with_the_same_id_is_refused_with_host_and_pid(

@@ -1,11 +1,11 @@
 """A small run, record by record, whose log can be damaged at will: for tests of the audit."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from dora.core import ring
 from dora.core.audit import Audit
-from dora.core.audit_report import AuditReport
+from dora.core.audit_report import AuditReport, Place
 from dora.schemas.records import (
     Admission,
     Chunk,
@@ -64,7 +64,9 @@ def trajectory(group: Admission, sample: int, attempt: int = 0) -> Trajectory:
     )
 
 
-def chunk(of: Trajectory, sequence: int, position: int, tokens: int) -> Chunk:
+def chunk(of: Trajectory, sequence: int, position: int, tokens: int, *, resumed: int = 0) -> Chunk:
+    """The trajectory's generated tokens `position .. position + tokens - 1`; its prompt is 1."""
+    held = slice(4 * (1 + position), 4 * (1 + position + tokens))
     return Chunk(
         run="r",
         trajectory_id=of.trajectory_id,
@@ -76,35 +78,41 @@ def chunk(of: Trajectory, sequence: int, position: int, tokens: int) -> Chunk:
         ordinal=of.ordinal,
         purpose=of.purpose,
         position=position,
-        token_ids=pack_tokens([1] * tokens),
-        logprobs=pack_logprobs([-1] * tokens),
+        token_ids=of.token_ids[held],
+        logprobs=of.logprobs[held],
         last=False,
         worker="w",
         sampling=SAMPLING,
         created_ms=0,
+        resumed_tokens=resumed,
     )
 
 
 @dataclass
 class Log:
-    """A run of two steps with K=1, B=2, G=2: g0..g3 of version 0, g4 and g5 of version 1."""
+    """A run with K=1, B=2, G=2: g0..g3 of version 0, g4 and g5 of version 1.
+
+    Offsets are those that Kafka gives when each step is a transaction with its policy, whose marker
+    takes an offset, and everything else is written as it comes.
+    """
 
     ledger: list[RunStarted | Step] = field(default_factory=list)
     policies: list[Policy] = field(default_factory=list)
     journal: list[Admission] = field(default_factory=list)
-    trajectories: dict[int, list[tuple[int, Trajectory]]] = field(default_factory=dict)
+    trajectories: dict[int, dict[int, Trajectory]] = field(default_factory=dict)
     chunks: list[Chunk] = field(default_factory=list)
-    stride: int = 3  # distance between offsets: transaction markers leave gaps
 
-    def finish(self, finished: Trajectory) -> SampleRef:
+    def finish(self, finished: Trajectory, partition: int | None = None) -> SampleRef:
         """Append to the trajectory's partition."""
-        partition = ring.partition(finished.policy_version, finished.group_id, RING, LANES)
-        records = self.trajectories.setdefault(partition, [])
-        offset = records[-1][0] + self.stride if records else 0
-        records.append((offset, finished))
+        if partition is None:
+            partition = ring.partition(finished.policy_version, finished.group_id, RING, LANES)
+        records = self.trajectories.setdefault(partition, {})
+        offset = max(records, default=-1) + 1
+        records[offset] = finished
         return SampleRef(finished.sample, finished.attempt, partition, offset)
 
     def group(self, group: Admission) -> GroupRef:
+        """Start a group, generate and finish it."""
         self.journal.append(group)
         refs = []
         for sample in range(group.group_size):
@@ -113,37 +121,102 @@ class Log:
             refs.append(self.finish(finished))
         return GroupRef(group.group_id, group.ordinal, group.policy_version, tuple(refs))
 
+    def train(self, *refs: GroupRef) -> None:
+        """Append a step and its policy."""
+        version = self.newest
+        self.ledger.append(step(version, *refs))
+        self.policies.append(policy(version + 1))
+
     def change(self, position: int, **values: object) -> None:
         """Replace fields of the ledger's entry at `position` (0 is the start of the run)."""
         self.ledger[position] = replace(self.ledger[position], **values)  # type: ignore[arg-type]
 
-    def rewrite(self, trajectory_id: str, **values: object) -> None:
+    def rewrite(self, trajectory_id: str, /, **values: object) -> None:
         """Replace fields of a finished trajectory, where it lies."""
         for records in self.trajectories.values():
-            for index, (offset, finished) in enumerate(records):
+            for offset, finished in records.items():
                 if finished.trajectory_id == trajectory_id:
-                    records[index] = offset, replace(finished, **values)  # type: ignore[arg-type]
+                    records[offset] = replace(finished, **values)  # type: ignore[arg-type]
 
     def step(self, position: int) -> Step:
         entry = self.ledger[position]
         assert isinstance(entry, Step)
         return entry
 
+    def ref(self, group_id: str) -> GroupRef:
+        """The finished group as a ledger entry would name it."""
+        group = next(each for each in self.journal if each.group_id == group_id)
+        samples = {
+            finished.sample: SampleRef(finished.sample, finished.attempt, partition, offset)
+            for partition, records in self.trajectories.items()
+            for offset, finished in sorted(records.items(), reverse=True)
+            if finished.group_id == group_id
+        }
+        refs = tuple(samples[sample] for sample in sorted(samples))
+        return GroupRef(group_id, group.ordinal, group.policy_version, refs)
+
+    def chunk_index(self, trajectory_id: str, sequence: int) -> int:
+        """Position in `chunks` of the first record of a chunk."""
+        return next(
+            index
+            for index, each in enumerate(self.chunks)
+            if (each.trajectory_id, each.sequence) == (trajectory_id, sequence)
+        )
+
+    @property
+    def newest(self) -> int:
+        """The newest version published."""
+        return max(each.version for each in self.policies)
+
+    def entry_place(self, position: int) -> Place:
+        return Place("r.steps", 0, 2 * (position % len(self.ledger)))
+
+    def policy_place(self, position: int) -> Place:
+        return Place("r.policies", 0, 2 * (position % len(self.policies)))
+
+    def journal_place(self, position: int) -> Place:
+        return Place("r.dispatch", 0, position % len(self.journal))
+
+    def place(self, trajectory_id: str) -> Place:
+        """Where the first record of a trajectory lies."""
+        return next(
+            Place("r.trajectories", partition, offset)
+            for partition, records in self.trajectories.items()
+            for offset, finished in records.items()
+            if finished.trajectory_id == trajectory_id
+        )
+
+    def chunk_place(self, position: int) -> Place:
+        """Where `chunks[position]` lies."""
+        return self.chunk_places()[position]
+
+    def chunk_places(self) -> list[Place]:
+        ends: dict[int, int] = {}
+        places = []
+        for each in self.chunks:
+            index = ring.partition(each.policy_version, each.group_id, RING, LANES)
+            places.append(Place("r.chunks", index, ends.get(index, 0)))
+            ends[index] = ends.get(index, 0) + 1
+        return places
+
+    def records(self, *, chunks: bool = True) -> Iterator[tuple[Record, Place]]:
+        """The log in the order in which an audit reads it."""
+        for position, published in enumerate(self.policies):
+            yield published, self.policy_place(position)
+        for position, entry in enumerate(self.ledger):
+            yield entry, self.entry_place(position)
+        for position, started in enumerate(self.journal):
+            yield started, self.journal_place(position)
+        for partition, records in self.trajectories.items():
+            for offset, finished in sorted(records.items()):
+                yield finished, Place("r.trajectories", partition, offset)
+        if chunks:
+            yield from zip(self.chunks, self.chunk_places(), strict=True)
+
     def audit(self, *, chunks: bool = True) -> AuditReport:
         audit = Audit(chunks=chunks)
-        topics: list[tuple[str, Iterable[Record]]] = [
-            ("r.policies", self.policies),
-            ("r.steps", self.ledger),
-            ("r.dispatch", self.journal),
-        ]
-        for topic, records in topics:
-            for offset, record in enumerate(records):
-                audit.feed(record, topic, 0, 2 * offset)
-        for partition, finished in self.trajectories.items():
-            for offset, record in finished:
-                audit.feed(record, "r.trajectories", partition, offset)
-        for offset, record in enumerate(self.chunks):
-            audit.feed(record, "r.chunks", 0, offset)
+        for record, place in self.records():
+            audit.feed(record, place.topic, place.partition, place.offset)
         first = audit.report()
         assert audit.report() == first
         return first
@@ -156,12 +229,20 @@ def step(sequence: int, *trained: GroupRef, aside: tuple[GroupRef, ...] = ()) ->
     )  # fmt: skip
 
 
-def clean_log(stride: int = 3) -> Log:
-    """A run of which the audit finds nothing."""
-    log = Log(policies=[policy(version) for version in range(3)], stride=stride)
-    started = RunStarted("r", "id", "0", "{}", K, B, G, RING, LANES, "c", {}, 0)
+def live_log() -> Log:
+    """A run after two steps, of which the audit finds nothing: g4 and g5 are outstanding."""
+    log = Log(policies=[policy(0)])
+    log.ledger = [RunStarted("r", "id", "0", "{}", K, B, G, RING, LANES, "c", {}, 0)]
     refs = [log.group(admission(ordinal, 0)) for ordinal in range(4)]
     log.group(admission(4, 1))
     log.group(admission(5, 1))
-    log.ledger = [started, step(0, *refs[:2]), step(1, *refs[2:])]
+    log.train(*refs[:2])
+    log.train(*refs[2:])
+    return log
+
+
+def finished_log() -> Log:
+    """The same run at its end: every group is trained."""
+    log = live_log()
+    log.train(log.ref("g4"), log.ref("g5"))
     return log

@@ -16,7 +16,7 @@ from dora.core.audit_report import AuditReport, Kind
 
 MEANINGS: dict[Kind, str] = {
     "lost": "started or named, but not there",
-    "duplicated": "started or trained more than once",
+    "duplicated": "started, trained or written more than once",
     "mixed_version": "tokens of more than one version",
     "stale": "trained too many versions later",
     "incomplete_group": "trained without all its samples",
@@ -90,6 +90,10 @@ def show(report: AuditReport, console: Console) -> None:
         ("duplicates ignored", report.duplicates_ignored),
     ):
         counts.add_row(name, f"{count:,}")
+    counts.add_row(
+        "conserved: started = trained + set aside + outstanding",
+        Text("yes", style="green") if report.conserved else Text("no", style="bold red"),
+    )
     counts.add_section()
     for kind, meaning in MEANINGS.items():
         number = report.violations[kind]

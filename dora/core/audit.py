@@ -5,11 +5,14 @@ aborted records take offsets too). Violations are
 
 - `lost`: a started group that is neither trained, nor set aside with a reason, nor outstanding and
   still within the window; a ledger entry that names a trajectory record or an admission that is not
-  in the log; a prompt ordinal that was skipped; a chunk missing from a trained trajectory.
+  in the log; a prompt ordinal that was skipped; a trained trajectory of which a chunk is missing,
+  whose chunks hold other tokens or log-probabilities, or which resumed a prefix that no attempt
+  before it generated.
 - `duplicated`: a group named by two ledger entries (or twice by one), an ordinal or a group
-  admitted twice.
+  admitted twice, a second record of a chunk of a trained trajectory.
 - `mixed_version`: a counted trajectory that holds tokens of another version than its group's, or
-  was generated under another; a ledger entry that gives a group another version than its admission.
+  was generated under another; a ledger entry that gives a group another version than its admission;
+  a chunk of another version than its group's.
 - `stale`: a group trained at a version more than `K` after its own, or before it.
 - `incomplete_group`: a group trained with other than `G` samples, or with one of them twice.
 - `torn_step`: ledger entries whose sequence or versions do not follow one another; a step that does
@@ -17,13 +20,15 @@ aborted records take offsets too). Violations are
   that is not the first valid finished record of its trajectory.
 - `checksum`: a step's weights checksum that differs from its policy's.
 
-No violations: duplicates of finished records (a worker believed dead that was only slow), groups
-outstanding within the window (the run may be alive), groups set aside, evaluation groups.
+No violations: later finished records of a trajectory and chunks of attempts that do not count (a
+worker believed dead that was only slow), finished records of another version that nobody names,
+groups outstanding within the window (the run may be alive), groups set aside, evaluation groups.
 """
 
 from dora.core import ring
-from dora.core.audit_facts import Fate, GroupFacts, LogFacts, Traces, Versioned
+from dora.core.audit_facts import Fate, GroupFacts, LogFacts, Versioned
 from dora.core.audit_report import AuditReport, Findings, Place
+from dora.core.audit_traces import Traces
 from dora.core.audit_verdict import verdict
 from dora.schemas.records import (
     Admission,
@@ -69,7 +74,7 @@ class Audit:
     def feed(self, record: Record, topic: str, partition: int, offset: int) -> None:
         """Take one record into account (see the class for the order)."""
         if isinstance(record, Chunk):  # by far the most
-            self._chunk(record)
+            self._chunk(record, topic, partition, offset)
             return
         place = Place(topic, partition, offset)
         match record:
@@ -80,14 +85,20 @@ class Audit:
                 self._facts.dispatch = topic
                 self._admission(record, place)
             case Step():
-                self._facts.ledger = topic
+                self._opens(place)
                 self._step(record, place)
             case Policy():
                 self._policy(record, place)
             case RunStarted():
+                self._opens(place)
                 self._run_started(record, place)
             case _:
                 pass
+
+    def _opens(self, place: Place) -> None:
+        self._facts.ledger = place.topic
+        if self._facts.opening is None:
+            self._facts.opening = place
 
     def _run_started(self, started: RunStarted, place: Place) -> None:
         if self._facts.started is not None:
@@ -291,10 +302,28 @@ class Audit:
                 ids=(trajectory.group_id, trajectory.trajectory_id),
             )
 
-    def _chunk(self, chunk: Chunk) -> None:
+    def _chunk(self, chunk: Chunk, topic: str, partition: int, offset: int) -> None:
         group = self._facts.groups.get(chunk.group_id)
-        if group is not None and group.traces is not None:
-            group.traces.see(chunk)
+        if group is None or group.purpose == "eval" or not self._chunks:
+            return
+        if chunk.policy_version != group.version:
+            place = Place(topic, partition, offset)
+            self._findings.add(
+                "mixed_version",
+                f"{place} is a chunk of version {chunk.policy_version} of attempt {chunk.attempt} "
+                f"at {chunk.trajectory_id}, whose group is of version {group.version}",
+                place,
+                ids=(chunk.group_id, chunk.trajectory_id),
+            )
+        if group.traces is not None and not group.traces.see(chunk):
+            place = Place(topic, partition, offset)
+            self._findings.add(
+                "duplicated",
+                f"{place} is a second record of chunk {chunk.sequence} of attempt {chunk.attempt} "
+                f"at {chunk.trajectory_id}",
+                place,
+                ids=(chunk.group_id, chunk.trajectory_id),
+            )
 
     def report(self) -> AuditReport:
         """The verdict on what was fed so far; feeding may go on afterwards."""

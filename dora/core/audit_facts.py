@@ -1,6 +1,6 @@
 """What an audit remembers of a group: compact, because it keeps every group of the run.
 
-Invariant: a few hundred bytes a group and about 60 a trajectory, so a million trajectories fit well
+Invariant: a few hundred bytes a group and about 80 a trajectory, so a million trajectories fit well
 below 2 GiB. Nothing here judges.
 """
 
@@ -9,80 +9,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dora.core.audit_report import Place
-from dora.schemas.records import Chunk, GroupRef, Purpose, RunStarted, Trajectory
+from dora.core.audit_traces import Traces
+from dora.schemas.records import GroupRef, Purpose, RunStarted
 
 Versioned = Literal["trajectories", "chunks"]
 Fate = Literal["open", "trained", "set aside"]
 
 _REF = 4  # sample, attempt, partition, offset
-_TRACE = 7  # see Traces
-
-
-class Traces:
-    """Per sample of a trained group: what its trajectory says of its chunks, and the chunks seen.
-
-    The chunks of the counted attempt must be numbered 0 .. chunks-1 and continue one another up to
-    the trajectory's generated tokens. An attempt that resumed another starts after a prefix, which
-    chunks of other attempts must cover.
-    """
-
-    __slots__ = ("_cells",)
-    _ATTEMPT, _CHUNKS, _TOKENS, _NEXT, _FIRST, _END, _COVERED = range(_TRACE)
-
-    def __init__(self, samples: int) -> None:
-        self._cells = array("i", [-1]) * (samples * _TRACE)
-
-    def expect(self, trajectory: Trajectory) -> None:
-        """Chunks of this trajectory will follow."""
-        cell = trajectory.sample * _TRACE
-        if not 0 <= cell < len(self._cells):
-            return
-        values = (trajectory.attempt, trajectory.chunks, trajectory.generated_tokens, 0, -1, 0, 0)
-        self._cells[cell : cell + _TRACE] = array("i", values)
-
-    def see(self, chunk: Chunk) -> None:
-        """Take note of a chunk; those of a counted attempt must come in order."""
-        cell = chunk.sample * _TRACE
-        cells = self._cells
-        if not 0 <= cell < len(cells) or cells[cell] < 0:
-            return
-        end = chunk.position + len(chunk.token_ids) // 4
-        if chunk.attempt != cells[cell + self._ATTEMPT]:
-            cells[cell + self._COVERED] = max(cells[cell + self._COVERED], end)
-            return
-        if cells[cell + self._NEXT] != chunk.sequence:
-            return  # stays behind: the gap shows at the end
-        if chunk.sequence == 0:
-            cells[cell + self._FIRST] = chunk.position
-        elif cells[cell + self._END] != chunk.position:
-            return
-        cells[cell + self._NEXT] += 1
-        cells[cell + self._END] = end
-
-    def fault(self, sample: int) -> str | None:
-        """What is wrong with the sample's chunks; None if nothing is, or they are unknown."""
-        cell = sample * _TRACE
-        if not 0 <= cell < len(self._cells):
-            return None
-        attempt, chunks, tokens, following, first, end, covered = self._cells[cell : cell + _TRACE]
-        if attempt < 0:
-            return None
-        if following < chunks:
-            return (
-                f"chunk {following} of the {chunks} of attempt {attempt} is missing "
-                "or does not continue the one before"
-            )
-        if following > chunks:
-            return f"attempt {attempt} has more chunks than the {chunks} of its trajectory"
-        if chunks and end != tokens:
-            return f"chunks of attempt {attempt} end at token {end} of {tokens}"
-        prefix = first if chunks else tokens
-        if prefix > covered:
-            return (
-                f"attempt {attempt} resumed after {prefix} tokens, "
-                f"of which other attempts' chunks hold {covered}"
-            )
-        return None
 
 
 @dataclass(slots=True)
@@ -153,6 +86,7 @@ class LogFacts:
     """What an audit knows of the whole log."""
 
     started: RunStarted | None = None
+    opening: Place | None = None  # first record of the ledger
     groups: dict[str, GroupFacts] = field(default_factory=dict)
     steps: int = 0  # entries of kind `step`
     sequence: int = 0  # due next in the ledger

@@ -47,9 +47,11 @@ class Finding:
 class AuditReport:
     """The outcome of an audit. All groups are those of training; evaluation is left out.
 
-    `max_staleness` is the largest `version_in - version` of a trained group, 0 while none is.
-    `duplicates_ignored` counts finished records that do not count because an earlier one does;
-    `notes` say what could not be checked and why.
+    `groups_outstanding` counts those that may still be trained: one whose version has left the
+    window is lost, and the groups are then not `conserved`. `max_staleness` is the largest
+    `version_in - version` of a trained group, 0 while none is. `duplicates_ignored` counts finished
+    records that do not count because an earlier one does; `notes` say what could not be checked and
+    why.
     """
 
     run: str
@@ -66,6 +68,13 @@ class AuditReport:
     notes: tuple[str, ...]
 
     @property
+    def conserved(self) -> bool:
+        """Whether every group that was started is trained, set aside or outstanding."""
+        return self.groups_started == (
+            self.groups_trained + self.groups_set_aside + self.groups_outstanding
+        )
+
+    @property
     def violated(self) -> bool:
         """Whether any rule is broken."""
         return any(self.violations.values())
@@ -79,6 +88,7 @@ class AuditReport:
             "groups_trained": self.groups_trained,
             "groups_set_aside": self.groups_set_aside,
             "groups_outstanding": self.groups_outstanding,
+            "conserved": self.conserved,
             "max_staleness": self.max_staleness,
             "violations": dict(self.violations),
             "trajectories": self.trajectories,

@@ -21,10 +21,10 @@ def verdict(facts: LogFacts, findings: Findings) -> AuditReport:
                 findings.add("torn_step", sentence, place, ids=(group_id,))
             continue
         started += group.admitted >= 0
-        counts[group.fate] += 1
         if group.fate == "open":
-            _judge_open(facts, group_id, group, findings)
+            counts["open"] += _judge_open(facts, group_id, group, findings)
             continue
+        counts[group.fate] += 1
         _judge_named(facts, group_id, group, findings)
         if group.fate == "trained":
             staleness = max(staleness, group.version_in - group.version)
@@ -64,10 +64,9 @@ def _entry(facts: LogFacts, group: GroupFacts) -> Place:
     return Place(facts.ledger, 0, group.entry_offset)
 
 
-def _judge_open(facts: LogFacts, group_id: str, group: GroupFacts, findings: Findings) -> None:
-    if facts.started is None:
-        return
-    oldest = facts.newest - facts.started.max_staleness
+def _judge_open(facts: LogFacts, group_id: str, group: GroupFacts, findings: Findings) -> bool:
+    """Whether the group is outstanding; one that can never be trained any more is lost."""
+    oldest = facts.newest - facts.started.max_staleness if facts.started else group.version
     if group.version < oldest:
         findings.add(
             "lost",
@@ -76,6 +75,7 @@ def _judge_open(facts: LogFacts, group_id: str, group: GroupFacts, findings: Fin
             Place(facts.dispatch, 0, group.journal_offset),
             ids=(group_id,),
         )
+    return group.version >= oldest
 
 
 def _judge_named(facts: LogFacts, group_id: str, group: GroupFacts, findings: Findings) -> None:
@@ -142,10 +142,12 @@ def _judge_trained(facts: LogFacts, group_id: str, group: GroupFacts, findings: 
 
 
 def _judge_versions(facts: LogFacts, findings: Findings) -> None:
+    opening = () if facts.opening is None else (facts.opening,)
     if facts.started is None and (facts.sequence or facts.groups or facts.policies):
-        findings.add("torn_step", "the ledger does not begin with the start of the run")
+        sentence = "the ledger does not begin with the start of the run"
+        findings.add("torn_step", sentence, *opening)
     if facts.started is not None and 0 not in facts.policies:
-        findings.add("torn_step", "version 0 was never published", ids=("0",))
+        findings.add("torn_step", "version 0 was never published", *opening, ids=("0",))
     for version, (checksum, place) in facts.checksums.items():
         policy = facts.policies.get(version)
         if policy is None:

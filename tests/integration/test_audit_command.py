@@ -1,9 +1,10 @@
 """`dora audit` over a real Kafka: committed records only, running runs too, and exit codes."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import zip_longest
 
 import pytest
 from click.testing import CliRunner, Result
@@ -19,10 +20,11 @@ from dora.bus import (
 from dora.cli.main import cli
 from dora.config import Config
 from dora.consumers.audit import audit_run
-from dora.core import ring
 from dora.errors import RunError, TopicError
-from dora.schemas.records import Policy, RunStarted, Step
-from tests.damaged_log import LANES, RING, B, G, K, Log, clean_log, policy
+from dora.schemas.records import DeadLetter, Policy, RunStarted, Step
+from tests import forgeries
+from tests.damaged_log import LANES, B, G, K, Log, finished_log, live_log, policy
+from tests.forgeries import Forgery, in_order, told
 
 DEADLINE = 30.0
 
@@ -56,30 +58,40 @@ def trainer(settings: ClusterSettings, topics: RunTopics) -> Iterator[Transactio
         yield writer
 
 
+FILLER = DeadLetter("r", "filler", "takes the place of a record that is not there", "test", 0)
+
+
 def write(
     log: Log, settings: ClusterSettings, topics: RunTopics, trainer: TransactionalWriter
 ) -> None:
-    """Write the log as a run does: data as they come, versions and steps in transactions."""
+    """Write the log as a run does, at the very offsets that it says: data as they come, versions
+    and steps in transactions."""
     with LogWriter(settings, client_id="test") as writer:
         for partition, records in log.trajectories.items():
-            for _, record in records:
+            for offset in range(max(records, default=-1) + 1):
+                record = records.get(offset, FILLER)
                 writer.send(topics.trajectories, record, partition=partition)
-        for chunk in log.chunks:
-            partition = ring.partition(chunk.policy_version, chunk.group_id, RING, LANES)
-            writer.send(topics.chunks, chunk, partition=partition)
+        for chunk, place in zip(log.chunks, log.chunk_places(), strict=True):
+            writer.send(topics.chunks, chunk, partition=place.partition)
         for admission in log.journal:
             writer.send(topics.dispatch, admission, partition=0)
         writer.flush(DEADLINE)
-    for entry, published in zip(log.ledger, log.policies, strict=True):
+    for entry, published in zip_longest(log.ledger, log.policies):
         commit(trainer, topics, entry, published)
 
 
 def commit(
-    trainer: TransactionalWriter, topics: RunTopics, entry: RunStarted | Step, published: Policy
+    trainer: TransactionalWriter,
+    topics: RunTopics,
+    entry: RunStarted | Step | None,
+    published: Policy | None,
 ) -> None:
     with trainer.transaction() as transaction:
-        transaction.send(topics.steps, entry, partition=0)
-        transaction.send(topics.policies, published, key=str(published.version), partition=0)
+        if entry is not None:
+            transaction.send(topics.steps, entry, partition=0)
+        if published is not None:
+            key = str(published.version)
+            transaction.send(topics.policies, published, key=key, partition=0)
 
 
 def invoke(settings: ClusterSettings, run: str, *arguments: str) -> Result:
@@ -89,7 +101,7 @@ def invoke(settings: ClusterSettings, run: str, *arguments: str) -> Result:
 def test_a_clean_run_is_proved(
     settings: ClusterSettings, topics: RunTopics, trainer: TransactionalWriter
 ) -> None:
-    write(clean_log(stride=1), settings, topics, trainer)
+    write(live_log(), settings, topics, trainer)
     result = invoke(settings, topics.run, "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
@@ -106,7 +118,7 @@ def test_a_clean_run_is_proved(
 def test_a_violation_ends_with_exit_code_1_and_a_sentence(
     settings: ClusterSettings, topics: RunTopics, trainer: TransactionalWriter
 ) -> None:
-    log = clean_log(stride=1)
+    log = live_log()
     write(log, settings, topics, trainer)
     forged = replace(log.step(2), sequence=2, version_in=2, version_out=3)
     commit(trainer, topics, forged, replace(policy(3), weights_checksum="sum2"))
@@ -125,7 +137,7 @@ def test_a_violation_ends_with_exit_code_1_and_a_sentence(
 def test_an_aborted_step_never_happened(
     settings: ClusterSettings, topics: RunTopics, trainer: TransactionalWriter
 ) -> None:
-    log = clean_log(stride=1)
+    log = live_log()
     last = log.ledger.pop(), log.policies.pop()
     write(log, settings, topics, trainer)
     with suppress(StopTraining), trainer.transaction() as transaction:
@@ -141,16 +153,44 @@ def test_an_aborted_step_never_happened(
     assert report.steps == 2
 
 
-def test_a_trajectory_that_is_not_there_is_lost(
-    settings: ClusterSettings, topics: RunTopics, trainer: TransactionalWriter
+@pytest.mark.parametrize(
+    ("forge", "made"),
+    [
+        (forgeries.a_group_left_behind, live_log),
+        (forgeries.a_named_trajectory_missing, finished_log),
+        (forgeries.the_first_chunk_missing, live_log),
+        (forgeries.resumed_with_other_tokens, finished_log),
+        (forgeries.trained_by_two_steps, live_log),
+        (forgeries.a_chunk_written_twice, finished_log),
+        (forgeries.a_chunk_of_another_version_that_does_not_count, live_log),
+        (forgeries.another_version_in_the_ledger, finished_log),
+        (forgeries.trained_before_its_version, live_log),
+        (forgeries.trained_without_a_sample, finished_log),
+        (forgeries.a_gap_in_the_ledger, live_log),
+        (forgeries.trained_on_a_later_record, finished_log),
+        (forgeries.other_weights_than_the_policy, live_log),
+    ],
+    ids=lambda value: value.__name__,
+)
+def test_a_forged_log_is_found_out_with_its_offsets(
+    settings: ClusterSettings,
+    topics: RunTopics,
+    trainer: TransactionalWriter,
+    forge: Forgery,
+    made: Callable[[], Log],
 ) -> None:
-    log = clean_log(stride=1)
-    partition = log.step(1).trained[0].samples[0].partition
-    dropped = log.trajectories[partition].pop()
+    log = made()
+    expected = [
+        (
+            kind,
+            ids,
+            tuple(replace(p, topic=p.topic.replace("r.", f"{topics.run}.")) for p in places),
+        )
+        for kind, ids, places in forge(log)
+    ]
     write(log, settings, topics, trainer)
     report = audit_run(settings, topics.run, deadline=DEADLINE)
-    assert report.violations["lost"] == 1
-    assert dropped[1].trajectory_id in report.findings[0].ids
+    assert told(report.findings) == in_order(expected), report.findings
 
 
 def test_a_run_that_has_not_started_is_told(settings: ClusterSettings, topics: RunTopics) -> None:

@@ -1,40 +1,47 @@
 """A clean log passes; each kind of violation, forged into one, is found."""
 
 import json
-from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 
 from dora.core import ring
 from dora.core.audit import Audit
-from dora.core.audit_report import KINDS, AuditReport
-from dora.schemas.records import Admission, GroupRef, VersionRun
+from dora.core.audit_report import KINDS
+from dora.schemas.records import Admission, VersionRun, pack_logprobs, pack_tokens
 from tests.damaged_log import (
     LANES,
     RING,
     Log,
     admission,
     chunk,
-    clean_log,
-    policy,
+    finished_log,
+    live_log,
     step,
     trajectory,
 )
+from tests.forgeries import (
+    FORGERIES,
+    Forgery,
+    a_group_left_behind,
+    a_named_trajectory_missing,
+    in_order,
+    ordinals_skipped,
+    take_over,
+    told,
+)
 
 
-@pytest.fixture
-def log() -> Log:
-    return clean_log()
+@pytest.fixture(params=[live_log, finished_log], ids=["live", "finished"])
+def log(request: pytest.FixtureRequest) -> Log:
+    made: Log = request.param()
+    return made
 
 
-def found(report: AuditReport) -> dict[str, int]:
-    return {kind: count for kind, count in report.violations.items() if count}
-
-
-def test_a_clean_log_has_no_violation(log: Log) -> None:
-    report = log.audit()
-    assert not report.violated
+def test_a_clean_live_log_has_no_violation() -> None:
+    report = live_log().audit()
+    assert not report.violated and report.conserved
     assert report.findings == () and report.notes == ()
     printed = json.loads(json.dumps(report.to_json()))
     assert printed["violations"] == dict.fromkeys(KINDS, 0)
@@ -45,11 +52,26 @@ def test_a_clean_log_has_no_violation(log: Log) -> None:
         "groups_trained": 4,
         "groups_set_aside": 0,
         "groups_outstanding": 2,
+        "conserved": True,
         "max_staleness": 1,
         "trajectories": 12,
         "duplicates_ignored": 0,
     }
     assert {key: printed[key] for key in expected} == expected
+
+
+def test_a_clean_finished_log_has_no_violation() -> None:
+    report = finished_log().audit()
+    assert not report.violated and report.conserved
+    assert (report.steps, report.groups_trained, report.groups_outstanding) == (3, 6, 0)
+
+
+def test_a_group_left_behind_is_not_outstanding(log: Log) -> None:
+    outstanding = log.audit().groups_outstanding
+    a_group_left_behind(log)
+    report = log.audit()
+    assert report.groups_outstanding == outstanding
+    assert not report.conserved
 
 
 def test_a_duplicate_of_a_worker_believed_dead_is_no_violation(log: Log) -> None:
@@ -67,37 +89,71 @@ def test_a_foreign_version_that_does_not_count_is_no_violation(log: Log) -> None
 
 
 def test_eval_groups_are_left_out(log: Log) -> None:
+    before = log.audit()
     group = Admission("r", ring.eval_group_id(0, 0), 0, 0, 1, "eval", 0)
     log.journal.append(group)  # version 0 has left the window: train groups would be lost
     log.finish(trajectory(group, 0))
     report = log.audit()
     assert not report.violated
-    assert report.groups_started == 6
-    assert report.groups_outstanding == 2
+    assert report.groups_started == before.groups_started
+    assert report.groups_outstanding == before.groups_outstanding
 
 
 def test_a_group_set_aside_with_a_reason_is_no_violation(log: Log) -> None:
-    ref = log.group(admission(6, 1))
-    entry = replace(step(2), kind="set_aside", version_out=2)
-    log.ledger.append(replace(entry, set_aside=(replace(ref, reason="no_signal"),)))
+    ref = replace(log.group(admission(6, log.newest)), reason="no_signal")
+    entry = step(len(log.ledger) - 1, aside=(ref,))
+    log.ledger.append(
+        replace(entry, kind="set_aside", version_in=log.newest, version_out=log.newest)
+    )
     report = log.audit()
-    assert not report.violated
+    assert not report.violated and report.conserved
     assert report.groups_set_aside == 1
-    assert report.steps == 2
+    assert report.steps == log.newest
 
 
-def test_an_attempt_that_resumed_another_is_no_violation(log: Log) -> None:
-    log.rewrite("g0/0", attempt=1, chunks=1)
-    samples = log.step(1).trained[0].samples
-    ref = replace(log.step(1).trained[0], samples=(replace(samples[0], attempt=1), *samples[1:]))
-    log.change(1, trained=(ref, *log.step(1).trained[1:]))
-    log.chunks = [each for each in log.chunks if each.trajectory_id != "g0/0"]
-    first, second = trajectory(log.journal[0], 0), trajectory(log.journal[0], 0, attempt=1)
-    log.chunks += [chunk(first, 0, 0, 2), chunk(second, 0, 2, 1)]
-    assert not log.audit().violated
+@pytest.mark.parametrize(
+    "attempts",
+    [
+        ((0, 0, 2), (1, 2, 3)),
+        ((0, 0, 2), (1, 0, 1), (2, 2, 3)),  # goes on from the longest
+        ((0, 0, 1), (1, 1, 2), (2, 2, 3)),  # goes on from one that went on itself
+        ((0, 0, 1), (1, 1, 1), (2, 1, 3)),  # the second one died before a token of its own
+        ((0, 0, 3), (1, 3, 3)),  # nothing was left to generate
+    ],
+)
+def test_an_attempt_that_resumed_another_is_no_violation(
+    log: Log, attempts: tuple[tuple[int, int, int], ...]
+) -> None:
+    take_over(log, *attempts)
+    report = log.audit()
+    assert not report.violated, report.findings
 
 
-def test_a_live_run_before_its_first_step_is_no_violation(log: Log) -> None:
+def test_a_zombie_that_goes_on_after_the_takeover_is_no_violation(log: Log) -> None:
+    take_over(log, (0, 0, 2), (1, 2, 3))
+    first = trajectory(log.journal[0], 0)
+    log.chunks.insert(-1, chunk(first, 1, 2, 1))  # between the scan and the takeover
+    log.chunks.append(chunk(first, 2, 3, 0))
+    log.finish(first)
+    report = log.audit()
+    assert not report.violated, report.findings
+    assert report.duplicates_ignored == 1
+
+
+def test_turns_of_an_environment_are_in_no_chunk(log: Log) -> None:
+    """Tokens 1 and 3 are generated, 2 came from outside between them."""
+    log.rewrite("g0/0", mask=b"\0\1\0\1", version_runs=(VersionRun(0, 2),))
+    first, second = log.chunk_index("g0/0", 0), log.chunk_index("g0/0", 1)
+    log.chunks[first] = chunk(trajectory(log.journal[0], 0), 0, 0, 1)
+    log.chunks[second] = replace(
+        log.chunks[second], position=1, token_ids=pack_tokens([3]), logprobs=pack_logprobs([-1])
+    )
+    report = log.audit()
+    assert not report.violated, report.findings
+
+
+def test_a_live_run_before_its_first_step_is_no_violation() -> None:
+    log = live_log()
     log.ledger = log.ledger[:1]
     log.policies = log.policies[:1]
     report = log.audit()
@@ -106,214 +162,27 @@ def test_a_live_run_before_its_first_step_is_no_violation(log: Log) -> None:
     assert report.max_staleness == 0
 
 
-def forge_abandoned_group(log: Log) -> None:
-    log.group(admission(6, 0))
-
-
-def forge_missing_trajectory(log: Log) -> None:
-    ref = log.step(1).trained[0].samples[0]
-    log.trajectories[ref.partition] = [
-        entry for entry in log.trajectories[ref.partition] if entry[0] != ref.offset
-    ]
-
-
-def forge_skipped_ordinals(log: Log) -> None:
-    log.journal.append(admission(8, 2))
-
-
-def forge_trained_without_admission(log: Log) -> None:
-    log.journal[3] = replace(log.journal[3], group_id="other", policy_version=1)
-
-
-def forge_missing_chunk(log: Log) -> None:
-    log.chunks.remove(next(each for each in log.chunks if each.trajectory_id == "g1/1"))
-
-
-def forge_short_chunk(log: Log) -> None:
-    index = next(i for i, each in enumerate(log.chunks) if each.sequence == 1)
-    log.chunks[index] = replace(log.chunks[index], token_ids=b"", logprobs=b"")
-
-
-def forge_all_chunks_gone(log: Log) -> None:
-    log.chunks = [each for each in log.chunks if each.trajectory_id != "g0/0"]
-
-
-def forge_no_reason(log: Log) -> None:
-    ref = log.group(admission(6, 1))
-    log.change(2, set_aside=(ref,))
-
-
-def forge_trained_twice(log: Log) -> None:
-    log.change(2, trained=(log.step(1).trained[0], log.step(2).trained[1]))  # and g2 never
-
-
-def forge_admitted_twice(log: Log) -> None:
-    log.journal.append(log.journal[5])
-
-
-def forge_ordinal_twice(log: Log) -> None:
-    log.journal.append(replace(log.journal[5], group_id="g5b"))
-
-
-def forge_mixed_tokens(log: Log) -> None:
-    log.rewrite("g0/0", version_runs=(VersionRun(0, 1), VersionRun(1, 2)))
-
-
-def forge_tokens_of_another_version(log: Log) -> None:
-    log.rewrite("g0/0", version_runs=(VersionRun(1, 3),))
-
-
-def forge_mixed_tokens_not_trained_yet(log: Log) -> None:
-    log.rewrite("g5/1", version_runs=(VersionRun(1, 1), VersionRun(2, 2)))
-
-
-def forge_version_of_group(log: Log) -> None:
-    log.rewrite("g0/1", policy_version=1)
-
-
-def forge_version_in_ledger(log: Log) -> None:
-    ref = replace(log.step(1).trained[0], version=1)
-    log.change(1, trained=(ref, log.step(1).trained[1]))
-
-
-def forge_stale(log: Log) -> None:
-    log.change(0, max_staleness=0)
-    log.journal = log.journal[:4]
-
-
-def forge_from_the_future(log: Log) -> None:
-    ref = log.group(admission(6, 3))
-    log.ledger.append(step(2, ref, log.group(admission(7, 1))))
-    log.policies.append(policy(3))
-    log.journal = [
-        replace(each, policy_version=2) if each.ordinal in (4, 5) else each for each in log.journal
-    ]
-
-
-def forge_missing_sample(log: Log) -> None:
-    first, second = log.step(1).trained
-    log.change(1, trained=(replace(first, samples=first.samples[:1]), second))
-
-
-def forge_repeated_sample(log: Log) -> None:
-    first, second = log.step(1).trained
-    log.change(1, trained=(replace(first, samples=(first.samples[0],) * 2), second))
-
-
-def forge_sequence_gap(log: Log) -> None:
-    log.change(2, sequence=5)
-
-
-def forge_version_gap(log: Log) -> None:
-    log.change(2, version_in=0, version_out=1)
-    log.policies.pop()
-
-
-def forge_no_policy(log: Log) -> None:
-    log.policies.pop()
-
-
-def forge_no_step(log: Log) -> None:
-    log.policies.append(policy(3))
-
-
-def forge_small_batch(log: Log) -> None:
-    aside = replace(log.step(2).trained[1], reason="x")
-    log.change(2, trained=log.step(2).trained[:1], set_aside=(aside,))
-
-
-def forge_training_set_aside_entry(log: Log) -> None:
-    refs = log.group(admission(6, 1)), log.group(admission(7, 1))
-    log.ledger.append(replace(step(2, *refs), kind="set_aside", version_out=2))
-
-
-def forge_not_the_first_record(log: Log) -> None:
-    later = log.finish(trajectory(log.journal[0], 0, attempt=1))
-    first, second = log.step(1).trained
-    log.change(1, trained=(replace(first, samples=(later, first.samples[1])), second))
-    again = trajectory(log.journal[0], 0, attempt=1)
-    log.chunks += [chunk(again, 0, 0, 2), chunk(again, 1, 2, 1)]
-
-
-def forge_attempt(log: Log) -> None:
-    first, second = log.step(1).trained
-    samples = (replace(first.samples[0], attempt=7), first.samples[1])
-    log.change(1, trained=(replace(first, samples=samples), second))
-
-
-def forge_second_start(log: Log) -> None:
-    log.ledger.append(log.ledger[0])
-
-
-def forge_no_start(log: Log) -> None:
-    del log.ledger[0]
-
-
-def forge_version_published_twice(log: Log) -> None:
-    log.policies.append(replace(policy(2), weights_checksum="other"))
-
-
-def forge_eval_group_trained(log: Log) -> None:
-    log.journal[5] = replace(log.journal[5], purpose="eval")
-    log.change(2, set_aside=(GroupRef("g5", 5, 1, (), "x"),))
-
-
-def forge_checksum(log: Log) -> None:
-    log.change(2, weights_checksum="other")
-
-
-@pytest.mark.parametrize(
-    ("forge", "expected"),
-    [
-        (forge_abandoned_group, {"lost": 1}),
-        (forge_missing_trajectory, {"lost": 1}),
-        (forge_skipped_ordinals, {"lost": 2}),
-        (forge_trained_without_admission, {"lost": 1}),
-        (forge_missing_chunk, {"lost": 1}),
-        (forge_short_chunk, {"lost": 1}),
-        (forge_all_chunks_gone, {"lost": 1}),
-        (forge_no_reason, {"lost": 1}),
-        (forge_trained_twice, {"duplicated": 1, "lost": 1}),
-        (forge_admitted_twice, {"duplicated": 1}),
-        (forge_ordinal_twice, {"duplicated": 1}),
-        (forge_mixed_tokens, {"mixed_version": 1}),
-        (forge_tokens_of_another_version, {"mixed_version": 1}),
-        (forge_mixed_tokens_not_trained_yet, {"mixed_version": 1}),
-        (forge_version_of_group, {"mixed_version": 1}),
-        (forge_version_in_ledger, {"mixed_version": 1}),
-        (forge_stale, {"stale": 2}),
-        (forge_from_the_future, {"stale": 1}),
-        (forge_missing_sample, {"incomplete_group": 1}),
-        (forge_repeated_sample, {"incomplete_group": 1}),
-        (forge_sequence_gap, {"torn_step": 1}),
-        (forge_version_gap, {"torn_step": 1}),
-        (forge_no_policy, {"torn_step": 1}),
-        (forge_no_step, {"torn_step": 1}),
-        (forge_small_batch, {"torn_step": 1}),
-        (forge_training_set_aside_entry, {"torn_step": 1}),
-        (forge_not_the_first_record, {"torn_step": 1}),
-        (forge_attempt, {"torn_step": 1}),
-        (forge_second_start, {"torn_step": 1}),
-        (forge_no_start, {"torn_step": 1}),
-        (forge_version_published_twice, {"torn_step": 1}),
-        (forge_eval_group_trained, {"torn_step": 1}),
-        (forge_checksum, {"checksum": 1}),
-    ],
-)
-def test_a_forged_log_is_found_out(
-    log: Log, forge: Callable[[Log], None], expected: dict[str, int]
-) -> None:
-    forge(log)
+@pytest.mark.parametrize("forge", FORGERIES, ids=lambda forge: forge.__name__)
+def test_a_forgery_is_found_with_its_ids_and_offsets(log: Log, forge: Forgery) -> None:
+    expected = forge(log)
     report = log.audit()
-    assert found(report) == expected, report.findings
+    assert told(report.findings) == in_order(expected), report.findings
     assert report.violated
-    assert {finding.kind for finding in report.findings} == set(expected)
     assert all(finding.sentence for finding in report.findings)
 
 
+def test_every_kind_of_violation_is_forged(log: Log) -> None:
+    assert {kind for forge in FORGERIES for kind, _, _ in forge(deepcopy(log))} == set(KINDS)
+
+
+def test_skipped_ordinals_count_one_by_one(log: Log) -> None:
+    ordinals_skipped(log)
+    assert log.audit().violations["lost"] == 2
+
+
 def test_a_finding_names_group_record_and_offset(log: Log) -> None:
-    forge_missing_trajectory(log)
     ref = log.step(1).trained[0].samples[0]
+    a_named_trajectory_missing(log)
     (finding,) = log.audit().to_json()["findings"]
     assert finding["ids"] == ["g0", "g0/0"]
     assert finding["offsets"][1] == {
@@ -325,28 +194,21 @@ def test_a_finding_names_group_record_and_offset(log: Log) -> None:
 
 
 def test_chunks_are_not_expected_when_they_are_left_out(log: Log) -> None:
+    trained = log.audit().groups_trained
     log.chunks.clear()
-    assert log.audit().violations["lost"] == 8
+    assert log.audit().violations["lost"] == 2 * trained
     assert not log.audit(chunks=False).violated
 
 
 def test_chunks_that_retention_deleted_are_a_note(log: Log) -> None:
-    log.chunks.clear()
     audit = Audit()
     for partition in range(RING * LANES):
         audit.begins("chunks", partition, 10)
-    for offset, entry in enumerate(log.ledger):
-        audit.feed(entry, "r.steps", 0, offset)
-    for version, published in enumerate(log.policies):
-        audit.feed(published, "r.policies", 0, version)
-    for offset, started in enumerate(log.journal):
-        audit.feed(started, "r.dispatch", 0, offset)
-    for partition, records in log.trajectories.items():
-        for offset, finished in records:
-            audit.feed(finished, "r.trajectories", partition, offset)
+    for record, place in log.records(chunks=False):
+        audit.feed(record, place.topic, place.partition, place.offset)
     report = audit.report()
     assert not report.violated
-    assert "8 trained trajectories" in report.notes[0]
+    assert f"{2 * report.groups_trained} trained trajectories" in report.notes[0]
 
 
 def test_findings_are_bounded_and_counts_are_not(log: Log) -> None:

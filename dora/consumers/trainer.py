@@ -26,6 +26,7 @@ from dora.consumers.ledger import LedgerWriter, check_continues, read_ledger
 from dora.consumers.planner import Decision, Planner
 from dora.consumers.publication import Publisher
 from dora.consumers.recovery import Recovery
+from dora.consumers.retention import check_ledger, check_retention
 from dora.core.ring import slot_partitions
 from dora.core.state import RunState
 from dora.core.window import Window
@@ -123,6 +124,7 @@ class Trainer:
 
     def _prepare(self) -> bool:
         """Read the ledger and bring the learner to its end; False if nothing is left to do."""
+        check_ledger(self._reader, self._topics)
         history = read_ledger(
             self._reader, self._topics, self._state, self._checkpoints.names(), READ_SECONDS
         )
@@ -133,6 +135,7 @@ class Trainer:
                 self._admin.cluster_id(),
                 self._admin.topic_ids(self._run),
             )
+        check_retention(self._reader, self._topics, history, self._state.newest, self._window)
         self._policies = history.policies
         self._heartbeat.version = self._state.newest
         if self._complete:

@@ -194,11 +194,13 @@ class Coordination:
         if not stops:
             steps_left = self.rules.steps - self.state.newest
             admissible = self.rules.window.admissible(self.state.outstanding_total, steps_left)
+            if complete or evaluations or self.scans:
+                admissible = 0  # what is about to be placed comes first
             decided = plan(
                 self.roster.views(),
                 list(self.unplaced.values()),
                 newest=self.state.newest,
-                admissible=0 if complete or evaluations else admissible,
+                admissible=admissible,
                 next_ordinal=self.state.next_ordinal,
                 group_size=self.rules.group_size,
             )

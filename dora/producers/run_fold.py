@@ -43,6 +43,7 @@ class RunFold:
         clock: Callable[[], float],
     ) -> None:
         self._config = config
+        self._settings = settings
         self._coordination = coordination
         self._clock = clock
         self._run = config.run.name
@@ -51,17 +52,17 @@ class RunFold:
         self._policies: dict[int, Policy] = {}
         self._reader = LogReader(settings, client_id="coordinator")
 
-    def rebuild(self) -> None:
+    def rebuild(self) -> int:
         """Reads the log to its end; afterwards everything that was started and has no holder is
-        found. DeadlineError if the log cannot be read in time."""
+        found. Returns how many records were read; DeadlineError if that takes too long."""
         started = self._clock()
         self._check_first()
-        base = self._read_policies()
+        base, count = self._read_policies()
         positions = self._positions(base)
         if base is not None:
             self._coordination.state.begin_at(base.version)
         self._reader.assign(positions)
-        count = self._read_to_end()
+        count += self._read_to_end()
         if base is not None and self._coordination.state.next_ordinal == 0:
             self._read_last_admission(positions[self._topics.dispatch, JOURNAL])
         self._coordination.heard_commands(self._clock())
@@ -79,6 +80,7 @@ class RunFold:
             len(self._coordination.unplaced),
             len(self._coordination.scans),
         )
+        return count
 
     def follow(self, timeout: float) -> None:
         """Takes what has arrived; waits up to `timeout` seconds for something to come."""
@@ -95,6 +97,10 @@ class RunFold:
         """Lets go of the cluster's connections."""
         self._reader.close()
 
+    def _aside(self) -> LogReader:
+        """A reader that leaves the positions of the one that is followed alone."""
+        return LogReader(self._settings, client_id="coordinator")
+
     def _read_to_end(self) -> int:
         count = 0
         for message in self._reader.read_to_end(REBUILD_SECONDS):
@@ -104,9 +110,9 @@ class RunFold:
 
     def _check_first(self) -> None:
         """The ledger's first record says whose run this is."""
-        ledger = (self._topics.steps, 0)
-        self._reader.assign({ledger: BEGINNING})
-        first = next(self._reader.read_to_end(REBUILD_SECONDS), None)
+        with self._aside() as reader:
+            reader.assign({(self._topics.steps, 0): BEGINNING})
+            first = next(reader.read_to_end(REBUILD_SECONDS), None)
         if first is None:
             return
         if isinstance(first.value, RunStarted):
@@ -120,8 +126,9 @@ class RunFold:
                 "A run cannot go on without it: give run.name another value.",
             )
 
-    def _read_policies(self) -> Policy | None:
-        """Reads the newest policies; returns the one to begin at, None to begin with the run.
+    def _read_policies(self) -> tuple[Policy | None, int]:
+        """Reads the newest policies; returns the one to begin at (None: with the run), and how many
+        records were read.
 
         One version more than the window's is allowed for: a step may show in the policies before it
         shows in the ledger.
@@ -129,22 +136,22 @@ class RunFold:
         place = (self._topics.policies, 0)
         begin = self._reader.start_offsets([place])[place]
         end = self._reader.end_offsets([place])[place]
-        count = _TAIL
+        back, count = _TAIL, 0
         while True:
-            at = max(begin, end - count)
+            at = max(begin, end - back)
             self._reader.assign({place: at})
-            self._read_to_end()
+            count += self._read_to_end()
             newest = max(self._policies, default=-1)
             oldest = max(0, self._window.oldest_live(newest) - 1)
             missing = [v for v in range(oldest, newest + 1) if v not in self._policies]
             if not missing or at == begin:
                 break
-            count *= 8
+            back *= 8
         base = self._policies.get(oldest)
         if base is None or base.version == 0:
-            return None
+            return None, count
         topics = {slot.topic for slot in base.slots}
-        return base if {self._topics.steps, self._topics.dispatch} <= topics else None
+        return base if {self._topics.steps, self._topics.dispatch} <= topics else None, count
 
     def _positions(self, base: Policy | None) -> dict[Place, int]:
         topics = self._topics
@@ -165,19 +172,20 @@ class RunFold:
         prompt stream goes on."""
         place = (self._topics.dispatch, JOURNAL)
         begin = self._reader.start_offsets([place])[place]
-        back = _TAIL
-        until = before
-        while until > begin:
+        back, at = _TAIL, before
+        while at > begin:
             at = max(begin, before - back)
-            self._reader.assign({place: at})
+            back *= 8
             last: Message | None = None
-            for message in self._reader.read_to_end(REBUILD_SECONDS):
-                if message.offset < until and isinstance(message.value, Admission):
-                    last = message if message.value.purpose == "train" else last
+            with self._aside() as reader:
+                reader.assign({place: at})
+                for message in reader.read_to_end(REBUILD_SECONDS):
+                    value = message.value
+                    if isinstance(value, Admission) and value.purpose == "train":
+                        last = message
             if last is not None:
                 self._apply(last, live=False)
                 return
-            until, back = at, back * 8
 
     def _follow_trajectories(self) -> None:
         """Reads finished trajectories from where the live versions start."""

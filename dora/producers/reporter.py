@@ -1,0 +1,105 @@
+"""What a rollout worker says of itself: statuses, metrics, dead letters.
+
+Invariant: a status is sent only after everything that was written before it is acknowledged by
+Kafka, so what a worker no longer names as running is safe in the log.
+"""
+
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Callable, Iterable
+
+from dora.bus.reader import Message
+from dora.bus.topics import RunTopics
+from dora.bus.writer import LogWriter
+from dora.config import Config
+from dora.schemas.records import DeadLetter, ProcessState, Status
+
+log = logging.getLogger(__name__)
+
+UNSENT = ("loading", "stopped", "failed")
+"""States after which nothing else is sent for a while, or ever."""
+
+
+class Reporter:
+    """Speaks for the worker `name`; `clock` is in seconds, `now_ms` Unix time in milliseconds."""
+
+    def __init__(
+        self,
+        config: Config,
+        writer: LogWriter,
+        name: str,
+        clock: Callable[[], float],
+        now_ms: Callable[[], int],
+    ) -> None:
+        self.incarnation = uuid.uuid4().hex
+        self.state: ProcessState = "starting"
+        self.message = ""
+        self.metrics: dict[str, float] = {"tokens_total": 0.0, "trajectories_total": 0.0}
+        self.sent_at = float("-inf")
+        self._config = config
+        self._writer = writer
+        self._name = name
+        self._clock = clock
+        self._now_ms = now_ms
+        self._topics = RunTopics(config.run.name)
+        self._rate_at = clock()
+        self._rate_tokens = 0.0
+
+    def count(self, name: str, by: float = 1.0) -> None:
+        """Add to a metric that counts."""
+        self.metrics[name] = self.metrics.get(name, 0.0) + by
+
+    def send(
+        self, *, version: int | None, loading: int, running: Iterable[str], command_offset: int
+    ) -> None:
+        """Send a status; BusError if Kafka does not take it."""
+        now = self._clock()
+        if now - self._rate_at >= 1.0:
+            total = self.metrics["tokens_total"]
+            self.metrics["tokens_per_second"] = (total - self._rate_tokens) / (now - self._rate_at)
+            self._rate_at, self._rate_tokens = now, total
+        self._writer.send(
+            self._topics.workers,
+            Status(
+                run=self._config.run.name, process=self._name, role="rollout",
+                incarnation=self.incarnation, state=self.state, created_ms=self._now_ms(),
+                message=self.message, version=-1 if version is None else version,
+                capacity=self._config.rollout.capacity, loading=loading, running=tuple(running),
+                command_offset=command_offset, metrics=dict(self.metrics),
+                host=socket.gethostname(), pid=os.getpid(),
+            ),
+            key=self._name,
+        )  # fmt: skip
+        if self.state in UNSENT:
+            self._writer.flush(self._config.kafka.request_timeout_seconds)
+        self.sent_at = now
+
+    def dead_letter(
+        self,
+        code: str,
+        reason: str,
+        *,
+        message: Message | None = None,
+        trajectory_id: str = "",
+        payload: bytes = b"",
+    ) -> None:
+        """Record what could not be read, generated or scored, and why."""
+        log.warning("dead letter %s %s: %s", code, trajectory_id, reason)
+        self._writer.send(
+            self._topics.dead_letters,
+            DeadLetter(
+                run=self._config.run.name,
+                code=code,
+                reason=reason,
+                process=self._name,
+                created_ms=self._now_ms(),
+                topic=message.topic if message else "",
+                partition=message.partition if message else -1,
+                offset=message.offset if message else -1,
+                trajectory_id=trajectory_id,
+                payload=payload,
+            ),
+            key=trajectory_id or code,
+        )

@@ -123,7 +123,12 @@ class Worker:
         now_ms = self._now_ms()
         for delta in deltas:
             self._take(delta, now_ms)
-        for scored in self._scorer.poll():
+        finished = self._scorer.poll()
+        if finished:
+            # chunks and trajectories lie in different partitions: should this process die now, a
+            # trajectory that is in the log must not lack chunks
+            self._writer.flush(self._config.kafka.request_timeout_seconds)
+        for scored in finished:
             self._finish(scored)
         self._writer.poll()
         if self._clock() - self._reporter.sent_at >= self._config.rollout.heartbeat_seconds:

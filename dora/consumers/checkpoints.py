@@ -1,9 +1,11 @@
 """Full training checkpoints in the run's directory.
 
-Invariant: a checkpoint that has its name is complete and on disk. Whether it counts is said by the
-ledger alone: one that no committed step names is an orphan and is removed at the next start.
+Invariant: a checkpoint that has its name is complete and on disk, with a manifest by which damage
+is noticed before anything of it is loaded. Whether it counts is said by the ledger alone: one that
+no committed step names is an orphan and is removed at the next start.
 """
 
+import json
 import re
 import shutil
 import uuid
@@ -11,10 +13,13 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from dora.errors import WeightsError
+from dora.schemas.records import WeightFile
+from dora.weights.manifest import describe, verify
 from dora.weights.store import replace_directory, storage_error
 
 _NAME = re.compile(r"step-\d{8,}-[0-9a-f]{16}")
 _UNFINISHED = ".unfinished-"
+_MANIFEST = "manifest.json"
 
 
 def checkpoint_name(version: int, checksum: str) -> str:
@@ -34,6 +39,8 @@ class Checkpoints:
         try:
             staging.mkdir(parents=True)
             save(staging)
+            files = [[file.path, file.size, file.sha256] for file in describe(staging)]
+            (staging / _MANIFEST).write_text(json.dumps(files) + "\n")
             replace_directory(staging, self.directory / name)
         except OSError as error:
             raise storage_error("cannot write a checkpoint", str(self.directory), error) from error
@@ -53,6 +60,16 @@ class Checkpoints:
         if not _NAME.fullmatch(name):
             raise WeightsError(f"the ledger names {name!r}, which is no checkpoint")
         return self.directory / name
+
+    def verify(self, name: str) -> None:
+        """WeightsError if the checkpoint is not there, or not as it was written."""
+        path = self.path(name)
+        try:
+            entries = json.loads((path / _MANIFEST).read_text())
+            files = [WeightFile(str(file), int(size), str(sha)) for file, size, sha in entries]
+        except (OSError, ValueError, TypeError) as error:
+            raise WeightsError(f"{path / _MANIFEST} cannot be read: {error}") from error
+        verify(path, files)
 
     def names(self) -> set[str]:
         """Names of the checkpoints that are there."""

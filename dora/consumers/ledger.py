@@ -14,11 +14,13 @@ from typing import Literal
 
 from dora import faults
 from dora.bus.reader import BEGINNING, LogReader, Unreadable
+from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
 from dora.config import Config
 from dora.core.identity import differences
 from dora.core.state import RunState
+from dora.core.window import Window
 from dora.errors import RunError
 from dora.schemas.records import GroupRef, Policy, RunStarted, Step
 
@@ -35,12 +37,22 @@ class History:
     """None before the run's first transaction."""
     policies: dict[int, Policy] = field(default_factory=dict)
     """Every version that was announced."""
-    base: Step | None = None
-    """The newest step whose checkpoint is at hand, if there is one."""
+    bases: list[Step] = field(default_factory=list)
+    """Steps whose checkpoints are at hand, oldest first."""
     redo: list[Step] = field(default_factory=list)
-    """Steps committed after `base`, in order."""
+    """Steps committed after the first of `bases`, or all if there is none, in order."""
     checkpoints: list[str] = field(default_factory=list)
     """All checkpoints that the ledger names, oldest first."""
+
+    @property
+    def base(self) -> Step | None:
+        """The newest step whose checkpoint is at hand."""
+        return self.bases[-1] if self.bases else None
+
+    def redo_after(self, base: Step | None) -> list[Step]:
+        """The steps to redo from the checkpoint of `base`, one of `bases` (None: version 0)."""
+        begin = 0 if base is None else base.version_out
+        return [step for step in self.redo if step.version_in >= begin]
 
 
 def read_ledger(
@@ -89,10 +101,19 @@ def _remember(history: History, step: Step, available: Collection[str]) -> None:
     if step.checkpoint is not None:
         history.checkpoints.append(step.checkpoint)
     if step.checkpoint in available:
-        history.base = step
-        history.redo.clear()
-    else:
-        history.redo.append(step)
+        history.bases.append(step)
+        if len(history.bases) == 1:
+            history.redo.clear()
+            return
+    history.redo.append(step)
+
+
+def whole_ledger(config: Config, settings: ClusterSettings, deadline: float) -> History:
+    """The committed ledger with every step in `redo`, for a redo from version 0."""
+    window = Window(config.window.max_staleness, config.window.groups_per_step)
+    state = RunState(window, config.window.group_size, config.task.success_threshold)
+    with LogReader(settings, client_id=f"{config.run.name}.ledger") as reader:
+        return read_ledger(reader, RunTopics(config.run.name), state, (), deadline)
 
 
 def check_continues(

@@ -6,7 +6,7 @@ and only those are removed that no committed record names, or that are older tha
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,9 @@ from dora.config import Config
 from dora.consumers.checkpoints import Checkpoints, checkpoint_name
 from dora.consumers.learner import Learner
 from dora.consumers.ledger import History
+from dora.consumers.weight_users import WeightUsers
 from dora.core.ring import slot_partitions
+from dora.core.weight_keeping import needless
 from dora.core.window import Window
 from dora.schemas.records import Policy, SlotOffset, pack_logprobs, pack_tokens
 from dora.weights.canary import canary_tokens
@@ -38,18 +40,21 @@ class Publisher:
         model: Path,
         reader: LogReader,
         history: History,
+        users: WeightUsers,
         progress: Callable[[], None],
     ) -> None:
         self._config = config
         self._learner = learner
         self._model = model
         self._reader = reader
+        self._users = users
         self._progress = progress
         self._topics = RunTopics(config.run.name)
         self._window = Window(config.window.max_staleness, config.window.groups_per_step)
         self._store = WeightStore.of(config)
         self._checkpoints = Checkpoints(config.run_directory / "checkpoints")
         self._checkpoint_names = list(history.checkpoints)
+        self._damaged: set[str] = set()
         self._weight_names = {v: name_of(p.weights_uri) for v, p in history.policies.items()}
 
     def publish(self, version: int) -> Policy:
@@ -95,9 +100,9 @@ class Publisher:
         self._progress()
         return published
 
-    def write_checkpoint(self, policy: Policy) -> str | None:
-        """Write a checkpoint if one is due at this version; returns its name."""
-        if policy.version % self._config.trainer.checkpoint_every:
+    def write_checkpoint(self, policy: Policy, *, forced: bool = False) -> str | None:
+        """Write a checkpoint if one is due at this version, or `forced`; returns its name."""
+        if policy.version % self._config.trainer.checkpoint_every and not forced:
             return None
         name = checkpoint_name(policy.version, policy.weights_checksum)
         self._checkpoints.write(name, self._learner.save_checkpoint)
@@ -114,14 +119,27 @@ class Publisher:
     def prune(self, newest: int) -> None:
         """Remove orphans and whatever is no longer kept with version `newest` committed.
 
-        Kept are the window's versions and `weights.keep` before it, and the
-        `trainer.keep_checkpoints` newest checkpoints.
+        Which weights are kept says `dora.core.weight_keeping`; of the checkpoints, the
+        `trainer.keep_checkpoints` newest that are there.
         """
-        oldest = newest - self._window.max_staleness - self._config.weights.keep
-        for version in [v for v in self._weight_names if v < oldest]:
-            del self._weight_names[version]
-        removed = self._store.keep_only(set(self._weight_names.values()))
+        removed = self._prune_weights(newest)
+        at_hand = self._checkpoints.names() - self._damaged
+        self._checkpoint_names = [name for name in self._checkpoint_names if name in at_hand]
         del self._checkpoint_names[: -self._config.trainer.keep_checkpoints]
         removed += self._checkpoints.keep_only(set(self._checkpoint_names))
         if removed:
             log.debug("removed %s", ", ".join(removed))
+
+    def _prune_weights(self, newest: int) -> list[str]:
+        users = self._users.heard()
+        if users is None:
+            return []
+        config, now = self._config, time.monotonic()
+        staleness, keep = self._window.max_staleness, config.weights.keep
+        for version in needless(self._weight_names, newest, staleness, keep, users, now):
+            del self._weight_names[version]
+        return self._store.keep_only(set(self._weight_names.values()))
+
+    def discard(self, checkpoints: Collection[str]) -> None:
+        """These checkpoints are damaged: the next `prune` removes them and keeps others."""
+        self._damaged.update(checkpoints)

@@ -1,14 +1,16 @@
 """Redoing committed steps from the log.
 
 Invariant: a redone step trains exactly the trajectories that its ledger entry names, by partition
-and offset, in the recorded order; and its weights are compared with what was announced.
+and offset, in the recorded order; its weights are compared with what was announced, and a
+difference that is not allowed is never passed over in silence. A checkpoint is loaded only if the
+ledger names it and all its bytes are as they were written.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,13 +18,13 @@ from dora.bus.reader import LogReader, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.config import Config
-from dora.config_training import LossSection
+from dora.config_training import LossSection, RecoverySection, TrainerSection
 from dora.consumers.batches import Sample
 from dora.consumers.checkpoints import Checkpoints
 from dora.consumers.learner import Learner
-from dora.consumers.ledger import History
+from dora.consumers.ledger import History, whole_ledger
 from dora.consumers.planner import prepare_samples
-from dora.errors import DeadlineError, RunError
+from dora.errors import BusError, DeadlineError, RunError, WeightsError
 from dora.schemas.records import GroupRef, Step, Trajectory
 from dora.weights.store import WeightStore
 from dora.weights.tensors import read_tensors
@@ -31,10 +33,6 @@ log = logging.getLogger(__name__)
 
 READ_SECONDS = 300.0
 """How long to wait for trajectories that are in the log."""
-
-REDO_TOLERANCE = 1e-2
-"""Largest difference, relative to the largest weight of a tensor, that a redo may have where the
-trainer is not deterministic."""
 
 Place = tuple[int, int]
 
@@ -112,48 +110,85 @@ def _samples_of(
     return prepare_samples(trajectories, ref.version, vocabulary, settings)
 
 
-def check_redone(step: Step, checksum: str, *, deterministic: bool, schedule: str) -> bool:
-    """Whether the weights after redoing `step` are bit-identical to the announced ones.
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """Redone weights of `version` that are not those that were announced."""
 
-    RunError if they are not although the trainer is deterministic.
-    """
-    if checksum == step.weights_checksum:
-        return True
-    if deterministic:
-        reasons = "another machine, or another version of torch or DeepSpeed"
-        if schedule != "constant":
-            reasons += f", or another trainer.steps (the {schedule} schedule depends on it)"
-        raise RunError(
-            f"redoing step {step.version_in} -> {step.version_out} from the log gave weights with "
-            f"checksum {checksum[:16]}, the ledger says {step.weights_checksum[:16]}",
-            hint=f"Something that the result depends on changed: {reasons}. Restore it, or set "
-            "trainer.deterministic = false to accept small differences.",
+    version: int
+    announced: str
+    redone: str
+    largest: float | None
+    """Largest difference relative to the largest weight of its tensor (infinite where a weight is
+    no number); None if the announced weights are not stored any more."""
+    tensor: str | None
+    """The tensor with the largest difference."""
+
+    def __str__(self) -> str:
+        text = (
+            f"redoing step {self.version - 1} -> {self.version} from the log gave weights with "
+            f"checksum {self.redone[:16]}, the ledger says {self.announced[:16]}; "
         )
-    return False
+        if self.largest is None:
+            return text + "by how much they differ is not known: the announced ones are not kept"
+        if self.tensor is None:
+            return text + "the values are equal"
+        return (
+            text + f"the largest difference is {self.largest:.2g} of the largest weight of its "
+            f"tensor, in {self.tensor}"
+        )
 
 
-def check_close(state: Mapping[str, torch.Tensor], published: Path, version: int) -> float:
-    """Largest difference between redone weights and the published ones of `version`, relative to
-    the largest weight of each tensor; RunError if it exceeds REDO_TOLERANCE."""
-    largest = 0.0
-    for name, expected in read_tensors(published).items():
-        if name not in state:
-            raise RunError(f"the published version {version} has {name}, the trainer does not")
-        found = state[name].detach().cpu().float()
+def largest_difference(
+    redone: Mapping[str, torch.Tensor], announced: Mapping[str, torch.Tensor]
+) -> tuple[float, str | None]:
+    """Largest difference relative to the largest weight of each tensor, and the tensor it is in.
+
+    RunError if the tensors are not the same ones.
+    """
+    largest, where = 0.0, None
+    if redone.keys() != announced.keys():
+        odd = sorted(redone.keys() ^ announced.keys())[0]
+        raise RunError(f"{odd} is in only one of the redone and the announced weights")
+    for name, expected in announced.items():
+        if not expected.numel():
+            continue
+        found = redone[name].detach().cpu().float()
         scale = max(float(expected.float().abs().max()), 1e-8)
         difference = float((found - expected.float()).abs().max()) / scale
-        largest = max(largest, difference if math.isfinite(difference) else math.inf)
-    if largest > REDO_TOLERANCE:
-        raise RunError(
-            f"redone weights of version {version} differ from the published ones by {largest:.2g} "
-            f"of the largest weight; {REDO_TOLERANCE:g} is accepted",
-            hint="Redo on the machine and with the software that trained first.",
+        if not difference <= largest:  # no number is the largest difference of all
+            largest = difference if math.isfinite(difference) else math.inf
+            where = name
+    return largest, where
+
+
+def check_allowed(deviation: Deviation, trainer: TrainerSection, recovery: RecoverySection) -> None:
+    """RunError if the configuration does not allow such a difference."""
+    allowed = 0.0 if trainer.deterministic else recovery.tolerance
+    within = deviation.largest is not None and deviation.largest <= allowed
+    if recovery.on_mismatch == "accept" or (within and not trainer.deterministic):
+        return
+    reasons = "another machine, or another version of torch or DeepSpeed"
+    if trainer.optimizer.schedule != "constant":
+        reasons += (
+            f", or another trainer.steps (the {trainer.optimizer.schedule} schedule depends on it)"
         )
-    return largest
+    demanded = (
+        "bit-identical weights are demanded (trainer.deterministic)"
+        if trainer.deterministic
+        else f"{recovery.tolerance:g} is allowed (recovery.tolerance)"
+    )
+    raise RunError(
+        f"{deviation}; {demanded}",
+        hint=f"Something that the result depends on changed: {reasons}. Restore it, or set "
+        'recovery.on_mismatch = "accept" to go on with the redone weights.',
+    )
 
 
 class Recovery:
-    """Brings a fresh learner to the newest committed version of a run."""
+    """Brings a fresh learner to the newest committed version of a run.
+
+    `say` is told what is going on; `damaged` names the checkpoints that could not be used.
+    """
 
     def __init__(
         self,
@@ -168,41 +203,53 @@ class Recovery:
         self._say = say
         self._topic = RunTopics(config.run.name).trajectories
         self._checkpoints = Checkpoints(config.run_directory / "checkpoints")
+        self.damaged: list[str] = []
 
-    def run(self, history: History, newest: int) -> None:
-        """Load the newest checkpoint (without one, the starting model is loaded already), and redo
-        the steps after it.
+    def run(self, history: History) -> Deviation | None:
+        """Load the newest checkpoint that is whole (without one, the starting model is loaded
+        already), and redo the steps after it. What is returned was accepted.
 
-        Raises RunError if the weights differ from what the ledger announced, WeightsError if the
-        checkpoint is damaged, and what `fetch_trajectories` raises.
+        Raises RunError if the weights differ from what the ledger announced by more than is
+        allowed, or a step cannot be redone; WeightsError and PolicyError if a checkpoint cannot be
+        loaded; and what `fetch_trajectories` raises.
         """
-        source = self._restore(history)
-        identical = True
-        if history.redo:
-            reader = LogReader(self._settings, client_id="trainer-recovery")
-            try:
-                for step in history.redo:
-                    identical = self._redo(step, reader)
-            finally:
-                reader.close()
-        if not identical:
-            store = WeightStore.of(self._config)
-            scratch = self._config.run_directory / "scratch"
-            published = store.fetch(history.policies[newest], scratch)
-            difference = check_close(self._learner.export_state(), published, newest)
-            log.warning("redone weights differ from the published ones by %.2g", difference)
+        base = self._whole_checkpoint(history.bases)
+        if base is None and self.damaged:
+            # the history at hand begins at a checkpoint that turned out to be damaged
+            log.warning("no checkpoint is left: redoing the run from version 0")
+            history = whole_ledger(self._config, self._settings, READ_SECONDS)
+        source = self._restore(base, history)
+        steps = history.redo_after(base)
+        deviation = self._redo_all(steps, history)
+        last = steps[-1] if steps else base
+        newest = 0 if last is None else last.version_out
+        count = len(steps)
         log.info(
-            "recovered version %d from %s, %d steps redone from the log",
-            newest,
-            source,
-            len(history.redo),
+            "recovered version %d from %s, %d steps redone from the log", newest, source, count
         )
+        return deviation
 
-    def _restore(self, history: History) -> str:
-        if history.base is not None and history.base.checkpoint is not None:
-            name = history.base.checkpoint
-            self._learner.load_checkpoint(self._checkpoints.path(name))
-            expected, source = history.base.weights_checksum, f"checkpoint {name}"
+    def _whole_checkpoint(self, bases: Sequence[Step]) -> Step | None:
+        for base in reversed(bases):
+            assert base.checkpoint is not None
+            try:
+                self._checkpoints.verify(base.checkpoint)
+            except WeightsError as error:
+                self.damaged.append(base.checkpoint)
+                log.warning(
+                    "checkpoint %s is damaged, so an older one is used and more steps are redone: "
+                    "%s",
+                    base.checkpoint,
+                    error.message,
+                )
+            else:
+                return base
+        return None
+
+    def _restore(self, base: Step | None, history: History) -> str:
+        if base is not None and base.checkpoint is not None:
+            self._learner.load_checkpoint(self._checkpoints.path(base.checkpoint))
+            expected, source = base.weights_checksum, f"checkpoint {base.checkpoint}"
         else:
             if 0 not in history.policies:
                 raise RunError("the policies topic has no version 0, although the run has begun")
@@ -211,24 +258,63 @@ class Recovery:
         if found != expected:
             raise RunError(
                 f"{source} has weights with checksum {found[:16]}, the ledger says {expected[:16]}",
-                hint="The files were changed or damaged since. Restore them; a damaged checkpoint "
-                "may be removed, its steps are then redone from the log.",
+                hint="The files were changed since. Restore them; a checkpoint may be removed, its "
+                "steps are then redone from the log.",
             )
         return source
 
-    def _redo(self, step: Step, reader: LogReader) -> bool:
+    def _redo_all(self, steps: Sequence[Step], history: History) -> Deviation | None:
+        deviation: Deviation | None = None
+        deterministic = self._config.trainer.deterministic
+        if not steps:
+            return None
+        with LogReader(self._settings, client_id="trainer-recovery") as reader:
+            for step in steps:
+                self._redo(step, reader)
+                # an accepted difference goes through all later steps: only its size is of interest
+                known = deviation is not None or not deterministic
+                if step is not steps[-1] and known:
+                    continue
+                redone = self._learner.weights_checksum()
+                if redone != step.weights_checksum:
+                    deviation = self._deviation(step, redone, history)
+                    check_allowed(deviation, self._config.trainer, self._config.recovery)
+                    log.warning("accepted: %s", deviation)
+                elif step is steps[-1]:
+                    deviation = None
+        return deviation
+
+    def _deviation(self, step: Step, redone: str, history: History) -> Deviation:
+        version = step.version_out
+        largest: float | None = None
+        tensor: str | None = None
+        try:
+            stored = WeightStore.of(self._config).fetch(
+                history.policies[version], self._config.run_directory / "scratch"
+            )
+        except WeightsError as error:
+            if not self._config.trainer.deterministic:
+                raise  # there is nothing else to compare with
+            log.warning("version %d cannot be compared: %s", version, error.message)
+        else:
+            largest, tensor = largest_difference(self._learner.export_state(), read_tensors(stored))
+        return Deviation(version, step.weights_checksum, redone, largest, tensor)
+
+    def _redo(self, step: Step, reader: LogReader) -> None:
         self._say(f"redoing step {step.version_in} -> {step.version_out}")
-        loss = self._config.trainer.loss
-        groups = samples_of_step(
-            step,
-            lambda places: fetch_trajectories(reader, self._topic, places, READ_SECONDS),
-            self._learner.vocabulary,
-            loss,
-        )
+        try:
+            groups = samples_of_step(
+                step,
+                lambda places: fetch_trajectories(reader, self._topic, places, READ_SECONDS),
+                self._learner.vocabulary,
+                self._config.trainer.loss,
+            )
+        except BusError as error:
+            if not self.damaged:
+                raise
+            raise RunError(
+                f"step {step.version_in} -> {step.version_out} cannot be redone: {error.message}",
+                hint=f"It is needed because checkpoint {', '.join(self.damaged)} is damaged. "
+                "Restore that, or give run.name another value.",
+            ) from error
         self._learner.update(groups, step.version_in)
-        return check_redone(
-            step,
-            self._learner.weights_checksum(),
-            deterministic=self._config.trainer.deterministic,
-            schedule=self._config.trainer.optimizer.schedule,
-        )

@@ -63,7 +63,7 @@ def _needs(topics: RunTopics, history: History, newest: int, window: Window) -> 
             for slot in history.policies[version].slots
             if slot.topic == topics.trajectories
         ]
-    for step in history.redo:
+    for step in history.redo_after(history.base):
         needs += [
             Need(
                 (topics.trajectories, sample.partition),

@@ -22,11 +22,12 @@ from dora.config import Config
 from dora.consumers.checkpoints import Checkpoints
 from dora.consumers.heartbeat import PROCESS, Heartbeat
 from dora.consumers.learner import Learner
-from dora.consumers.ledger import LedgerWriter, check_continues, read_ledger
+from dora.consumers.ledger import History, LedgerWriter, check_continues, read_ledger
 from dora.consumers.planner import Decision, Planner
 from dora.consumers.publication import Publisher
-from dora.consumers.recovery import Recovery
+from dora.consumers.recovery import Deviation, Recovery
 from dora.consumers.retention import check_ledger, check_retention
+from dora.consumers.weight_users import WeightUsers
 from dora.core.ring import slot_partitions
 from dora.core.state import RunState
 from dora.core.window import Window
@@ -65,6 +66,7 @@ class Trainer:
         self._checkpoints = Checkpoints(config.run_directory / "checkpoints")
         self._policies: dict[int, Policy] = {}
         self._started_at = time.monotonic()
+        self._accepted: Deviation | None = None  # by the recovery, until the next step tells it
         self._live_versions = 0  # most versions with unfinished groups seen since the last step
         self._admin = TopicAdmin(settings)
         self._admin.ping()
@@ -77,6 +79,7 @@ class Trainer:
             transaction_timeout=config.kafka.transaction_timeout_seconds,
         )
         self._reader = LogReader(settings, client_id=PROCESS)
+        self._weight_users = WeightUsers(config, settings)
         self._writer = LogWriter(settings, client_id=PROCESS)
         self._heartbeat = Heartbeat(config, self._writer)
         self._ledger = LedgerWriter(
@@ -110,6 +113,7 @@ class Trainer:
         finally:
             self._transactions.close()
             self._reader.close()
+            self._weight_users.close()
             self._writer.close()
 
     def _report_failure(self, error: DoraError) -> None:
@@ -145,19 +149,28 @@ class Trainer:
         beat = self._heartbeat.beat
         self._learner = Learner(model, self._config, progress=beat)
         self._planner = Planner(self._state, self._config.trainer.loss, self._learner.vocabulary)
-        self._publisher = Publisher(self._config, self._learner, model, self._reader, history, beat)
+        self._publisher = Publisher(
+            self._config, self._learner, model, self._reader, history, self._weight_users, beat
+        )
         if history.started is None:
             self._begin()
         else:
-            recovery = Recovery(
-                self._config,
-                self._settings,
-                self._learner,
-                lambda message: self._heartbeat.say("training", message),
-            )
-            recovery.run(history, self._state.newest)
+            self._recover(history)
         self._publisher.prune(self._state.newest)
         return True
+
+    def _recover(self, history: History) -> None:
+        recovery = Recovery(
+            self._config,
+            self._settings,
+            self._learner,
+            lambda message: self._heartbeat.say("training", message),
+        )
+        self._accepted = recovery.run(history)
+        self._publisher.discard(recovery.damaged)
+        if self._accepted is not None:
+            self._heartbeat.say("training", f"accepted: {self._accepted}")
+            self._heartbeat.beat(force=True)
 
     def _begin(self) -> None:
         """Begin the run: publish version 0 and commit the ledger's first record with it."""
@@ -184,9 +197,9 @@ class Trainer:
         log.info("run %s begins with version 0, %d parameters", self._run, self._learner.parameters)
 
     def _follow(self) -> None:
-        """Read the journal from its start, and trajectories from where each live version's slot
-        starts. Slots of no live version are read from their ends: nothing is generated for a new
-        version before this process announces it."""
+        """Read journal and trajectories from where the live versions start. Slots of no live
+        version are read from their ends: nothing is generated for a new version before this process
+        announces it."""
         kafka, ring = self._config.kafka, self._config.window.ring
         every = [
             (self._topics.trajectories, index)
@@ -201,7 +214,11 @@ class Trainer:
             for slot in policy.slots:
                 if slot.topic == self._topics.trajectories:
                     positions[slot.topic, slot.partition] = slot.offset
-        positions[self._topics.dispatch, JOURNAL] = BEGINNING
+        # Groups of older versions are closed: the ledger that was read has named them.
+        oldest = self._policies[self._window.oldest_live(self._state.newest)]
+        journal = (self._topics.dispatch, JOURNAL)
+        announced = {(slot.topic, slot.partition): slot.offset for slot in oldest.slots}
+        positions[journal] = announced.get(journal, BEGINNING)
         self._reader.assign(positions)
 
     def _take_step(self, stop: threading.Event) -> None:
@@ -218,7 +235,8 @@ class Trainer:
         metrics = self._learner.update(groups, version, probes)
         publish_from = time.monotonic()
         policy = self._publisher.publish(version + 1)
-        checkpoint = self._publisher.write_checkpoint(policy)
+        # after an accepted difference no later redo should have to go through it again
+        checkpoint = self._publisher.write_checkpoint(policy, forced=self._accepted is not None)
         now = time.monotonic()
         surplus = self._state.counters.duplicates + self._state.counters.late
         metrics |= {
@@ -230,6 +248,8 @@ class Trainer:
             "step_seconds": now - waited_from,
             "wall_seconds": now - self._started_at,
         }
+        if self._accepted is not None and self._accepted.largest is not None:
+            metrics["redo_difference_max"] = self._accepted.largest
         trained = [prepared.ref for prepared in decision.batch]
         step = self._ledger.commit_step(
             policy, trained, decision.set_aside, metrics, checkpoint, self._read()
@@ -237,6 +257,7 @@ class Trainer:
         self._committed(step)
         self._announced(policy, checkpoint)
         self._live_versions = 0
+        self._accepted = None
         log.info(
             "version %d: reward %.3f, %d groups set aside, waited %.1f s, trained %.2f s",
             policy.version,

@@ -1,41 +1,61 @@
-"""Whether a redone step is accepted."""
+"""Whether redone weights are accepted, and what is said about them."""
 
-from dataclasses import replace
-from pathlib import Path
+import math
+from typing import Any
 
 import pytest
 import torch
 
-from dora.consumers.recovery import check_close, check_redone
+from dora.config_training import RecoverySection, TrainerSection
+from dora.consumers.recovery import Deviation, check_allowed, largest_difference
 from dora.errors import RunError
-from dora.weights.tensors import write_tensors
-from tests import run_records
+
+ANNOUNCED = {"a": torch.tensor([1.0, -2.0]), "b": torch.zeros(2), "c": torch.zeros(0)}
 
 
-def test_a_deterministic_redo_must_give_the_announced_weights() -> None:
-    group = run_records.admission(0, 0)
-    places = run_records.places_of([run_records.trajectory(group, s) for s in range(2)])
-    step = replace(run_records.step(0, 0, [group], places), weights_checksum="a" * 64)
-    assert check_redone(step, "a" * 64, deterministic=True, schedule="constant")
-    assert not check_redone(step, "b" * 64, deterministic=False, schedule="constant")
-    with pytest.raises(RunError, match=r"redoing step 0 -> 1.*bbbb.*aaaa"):
-        check_redone(step, "b" * 64, deterministic=True, schedule="constant")
-    with pytest.raises(RunError, match=r"the cosine schedule depends on it"):
-        check_redone(step, "b" * 64, deterministic=True, schedule="cosine")
-
-
-def test_other_redos_are_accepted_within_a_tolerance_of_the_published_weights(
-    tmp_path: Path,
+def check(
+    largest: float | None,
+    *,
+    deterministic: bool,
+    recovery: dict[str, Any] | None = None,
+    schedule: Any = "constant",
 ) -> None:
-    published = {"a": torch.tensor([1.0, -2.0]), "b": torch.zeros(2)}
-    write_tensors(tmp_path, published)
-    near = {"a": torch.tensor([1.001, -2.0]), "b": torch.zeros(2)}
-    assert check_close(near, tmp_path, 3) == pytest.approx(0.0005, rel=1e-2)
-    far = {"a": torch.tensor([1.1, -2.0]), "b": torch.zeros(2)}
-    with pytest.raises(RunError, match=r"version 3 differ from the published ones by 0\.05"):
-        check_close(far, tmp_path, 3)
-    broken = {"a": torch.tensor([float("nan"), -2.0]), "b": torch.zeros(2)}
-    with pytest.raises(RunError, match="version 3 differ"):
-        check_close(broken, tmp_path, 3)
-    with pytest.raises(RunError, match="has b, the trainer does not"):
-        check_close({"a": published["a"]}, tmp_path, 3)
+    deviation = Deviation(4, "a" * 64, "b" * 64, largest, "lm_head.weight")
+    trainer = TrainerSection.model_validate(
+        {"steps": 9, "deterministic": deterministic, "optimizer": {"schedule": schedule}}
+    )
+    check_allowed(deviation, trainer, RecoverySection.model_validate(recovery or {}))
+
+
+def test_a_deterministic_redo_must_give_the_announced_weights_bit_by_bit() -> None:
+    with pytest.raises(
+        RunError,
+        match=r"redoing step 3 -> 4.*bbbb.*aaaa.* 1e-09 of the largest.*lm_head\.weight.*"
+        r"bit-identical(.|\n)*recovery\.on_mismatch",
+    ):
+        check(1e-9, deterministic=True)
+    with pytest.raises(RunError, match="the announced ones are not kept"):
+        check(None, deterministic=True)
+    with pytest.raises(RunError, match=r"the cosine schedule depends on it"):
+        check(0.1, deterministic=True, schedule="cosine")
+    check(0.5, deterministic=True, recovery={"on_mismatch": "accept"})
+
+
+def test_other_redos_are_accepted_within_the_tolerance() -> None:
+    check(0.009, deterministic=False)
+    with pytest.raises(RunError, match=r"0\.02 of the largest.*0\.01 is allowed"):
+        check(0.02, deterministic=False)
+    check(0.02, deterministic=False, recovery={"tolerance": 0.05})
+    check(math.inf, deterministic=False, recovery={"on_mismatch": "accept"})
+    with pytest.raises(RunError):
+        check(math.inf, deterministic=False, recovery={"tolerance": 1e6})
+
+
+def test_the_largest_difference_is_relative_to_the_largest_weight_of_its_tensor() -> None:
+    near = ANNOUNCED | {"a": torch.tensor([1.001, -2.0])}
+    assert largest_difference(near, ANNOUNCED) == (pytest.approx(0.0005, rel=1e-2), "a")
+    assert largest_difference(ANNOUNCED, ANNOUNCED) == (0.0, None)
+    broken = ANNOUNCED | {"a": torch.tensor([float("nan"), -2.0])}
+    assert largest_difference(broken, ANNOUNCED) == (math.inf, "a")
+    with pytest.raises(RunError, match="b is in only one"):
+        largest_difference({"a": ANNOUNCED["a"], "c": ANNOUNCED["c"]}, ANNOUNCED)

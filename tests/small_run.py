@@ -62,10 +62,18 @@ learning_rate = 1e-3
 SCORING = "def verify(response, item):\n    return 1.0\n"
 
 
-def make_model(directory: Path, *, vocabulary: int = VOCABULARY, words: int = VOCABULARY) -> Path:
+def make_model(
+    directory: Path,
+    *,
+    vocabulary: int = VOCABULARY,
+    words: int = VOCABULARY,
+    width: int = 16,
+    positions: int = 64,
+) -> Path:
     """A Qwen2 of one layer with random weights, and a tokenizer of single characters.
 
-    Written without torch, which takes seconds to import.
+    `width` is its hidden size, `positions` its longest sequence. Written without torch, which takes
+    seconds to import.
     """
     from safetensors.numpy import save_file
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -79,7 +87,7 @@ def make_model(directory: Path, *, vocabulary: int = VOCABULARY, words: int = VO
         tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", unk_token="<pad>"
     )
     tokenizer.save_pretrained(str(directory))
-    width, inner = 16, 32
+    inner = 2 * width
     settings = {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -89,7 +97,7 @@ def make_model(directory: Path, *, vocabulary: int = VOCABULARY, words: int = VO
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
+        "max_position_embeddings": positions,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
     }

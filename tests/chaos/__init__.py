@@ -1,0 +1,1 @@
+"""`make chaos`: a real run whose processes are killed and frozen, and the proof afterwards."""

@@ -3,6 +3,7 @@ engine; the test plays the trainer)."""
 
 import logging
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -265,3 +266,39 @@ def test_chunks_that_cannot_be_read_cost_tokens_and_no_trajectory(
     found = scan(cluster.settings, wanted, 20.0)
     assert set(found) == set(wanted)
     assert all(prefix.tokens == 0 for prefix in found.values())
+
+
+def test_a_request_that_kills_its_worker_is_given_up_and_everything_else_is_finished(
+    cluster: Cluster,
+) -> None:
+    class Poisoned(EmulatedEngine):
+        """Dies of g0/1."""
+
+        def __init__(self) -> None:
+            spec = EmulatedSpec(load_seconds=0, time_scale=0, length="fixed", length_mean=6)
+            super().__init__(spec, vocabulary=40, capacity=8, max_model_len=64)
+            self.poisoned = False
+
+        def add(self, request: Request) -> None:
+            super().add(request)
+            self.poisoned = self.poisoned or request.request_id == "g0/1"
+
+        def step(self) -> list[Delta]:
+            if self.poisoned:
+                raise RuntimeError("illegal memory access")
+            return super().step()
+
+    def restarted(stop: threading.Event) -> None:
+        while not stop.is_set():
+            with suppress(RuntimeError):
+                work(cluster, "w0", engine=Poisoned)(stop)
+
+    cluster.begin()
+    with running(coordinate(cluster)), running(restarted):
+        cluster.until(lambda: len(cluster.state.complete_groups()) >= 8, "a full window")
+    failed = [g for g in cluster.state.complete_groups() if g.failure]
+    assert [g.group_id for g in failed] == ["g0"]
+    attempts = cluster.config.rollout.max_attempts
+    assert f"gave up after {attempts} attempts" in (failed[0].failure or "")
+    deaths = [s for s in cluster.all(Status) if s.state == "failed"]
+    assert len(deaths) == attempts and "illegal memory access" in deaths[0].message

@@ -216,3 +216,14 @@ def test_a_fold_cannot_begin_twice() -> None:
     core.take(run_started(), 0, 0, now=0.0)
     with pytest.raises(ValueError, match="before its first record"):
         core.state.begin_at(3)
+
+
+def test_a_recovered_worker_takes_no_traffic_before_its_weights_are_right() -> None:
+    played = Played()
+    for state, version, loading in (("ready", -1, -1), ("ready", -1, 0), ("loading", -1, 0)):
+        played.hear(replace(WORKER, state=state, version=version, loading=loading))
+        assert not played.starts(), (state, version)
+    played.hear(replace(WORKER, state="failed", version=-1))
+    assert not played.starts(), "the canary failed"
+    played.hear(replace(WORKER, incarnation="again"))
+    assert len(played.starts()) == 4

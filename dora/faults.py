@@ -34,11 +34,14 @@ POINTS: tuple[Point, ...] = get_args(Point)
 _SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
 
 
-def _nothing(point: Point) -> None:
+Prepare = Callable[[], object] | None
+
+
+def _nothing(point: Point, prepare: Prepare = None) -> None:
     """No fault is set."""
 
 
-def _armed(text: str) -> Callable[[Point], None]:
+def _armed(text: str) -> Callable[..., None]:
     name, _, rest = text.partition(":")
     kind, _, count = rest.partition(":")
     if name not in POINTS or kind not in _SIGNALS or not (count or "1").isdecimal():
@@ -48,12 +51,14 @@ def _armed(text: str) -> Callable[[Point], None]:
         )
     left = int(count or "1")
 
-    def fire(point: Point) -> None:
+    def fire(point: Point, prepare: Prepare = None) -> None:
         nonlocal left
         if point != name:
             return
         left -= 1
         if left == 0:
+            if prepare is not None:
+                prepare()
             print(f"fault: {kind} at {point}", file=sys.stderr, flush=True)  # noqa: T201
             os.kill(os.getpid(), _SIGNALS[kind])
 
@@ -61,5 +66,5 @@ def _armed(text: str) -> Callable[[Point], None]:
 
 
 _text = os.environ.get(VARIABLE)
-point: Callable[[Point], None] = _armed(_text) if _text else _nothing
-"""Called where a process passes a point."""
+point: Callable[..., None] = _armed(_text) if _text else _nothing
+"""Called where a process passes a point; `prepare` is called before a fault, and only then."""

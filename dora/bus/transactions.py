@@ -69,6 +69,10 @@ class Transaction:
         """Commit a consumer group's offsets (next to read) with the transaction."""
         self._writer._send_offsets(group, offsets)
 
+    def flush(self, timeout: float = 30.0) -> None:
+        """Bring what was sent to the brokers now, not committed yet; a commit does so by itself."""
+        self._writer._deliveries.flush(timeout)
+
 
 class TransactionalWriter:
     """The one writer under `transactional_id`; making it fences whoever held the id before and

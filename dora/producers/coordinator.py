@@ -145,7 +145,7 @@ class Coordinator:
                 elif isinstance(record, Command):
                     index = worker_partition(record.worker, self._config.kafka.dispatch_partitions)
                     transaction.send(topics.dispatch, record, key=record.worker, partition=index)
-            faults.point("coordinator.inside_transaction")
+            faults.point("coordinator.inside_transaction", transaction.flush)
         faults.point("coordinator.after_transaction")
 
     def _report(self, decision: Decision) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -190,8 +191,16 @@ class LocalRun:
 
         def finished(name: str) -> bool:
             # A part that was told to stop by hand ends with 0 as well: only the log says.
-            watched.monitor.catch_up(CATCH_UP_SECONDS)
-            return watched.monitor.snapshot().newest >= self._config.trainer.steps
+            snapshot = watched.look(display)
+            return snapshot is not None and snapshot.newest >= self._config.trainer.steps
+
+        def replaced(name: str, pid: int) -> bool:
+            """Whether another process speaks in the place of one that was fenced."""
+            snapshot, mine = watched.look(display), (socket.gethostname(), pid)
+            return snapshot is not None and any(
+                process.alive and process.process == name and (process.host, process.pid) != mine
+                for process in snapshot.processes
+            )
 
         with self._signals(), display:
             supervisor = Supervisor(
@@ -200,6 +209,7 @@ class LocalRun:
                 max_restarts=self._config.run.max_restarts,
                 on_event=display.note,
                 finished=finished,
+                replaced=replaced,
             )
             try:
                 supervisor.start()

@@ -73,7 +73,9 @@ class Supervisor:
     `on_event` gets a line for people whenever a child's state changes. A child that exits with 0 is
     done if `finished(name)` agrees: one that somebody ended by hand exits with 0 too. One that is
     misconfigured (2), cannot go on (3) or fenced (4) ends the run; any other is started again after
-    a delay, up to `max_restarts` times for all children together.
+    a delay, up to `max_restarts` times for all children together. One whose transaction expired
+    because it was held up (by a debugger, a suspended machine) looks fenced too: whether somebody
+    `replaced(name, pid)` it decides.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Supervisor:
         max_restarts: int,
         on_event: Callable[[str], None],
         finished: Callable[[str], bool] = lambda name: True,
+        replaced: Callable[[str, int], bool] = lambda name, pid: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         log_directory.mkdir(parents=True, exist_ok=True)
@@ -91,6 +94,7 @@ class Supervisor:
         self._max_restarts = max_restarts
         self._on_event = on_event
         self._finished = finished
+        self._replaced = replaced
         self._clock = clock
         self._restarts = 0
 
@@ -197,9 +201,14 @@ class Supervisor:
             self._on_event(f"{name} is done")
             return
         child.note = _exit_text(code)
-        if code in (USAGE, PERMANENT, FENCED) or self._restarts >= self._max_restarts:
+        assert child.process is not None
+        expired = code == FENCED and not self._replaced(name, child.process.pid)
+        if expired:
+            child.note = "an expired transaction"
+        hopeless = code in (USAGE, PERMANENT, FENCED) and not expired
+        if hopeless or self._restarts >= self._max_restarts:
             child.state = "failed"
-            if code == FENCED:
+            if code == FENCED and not expired:
                 what = f"{name} was fenced: another {name} took over this run"
             elif code == USAGE:
                 what = f"{name} cannot run with this configuration"

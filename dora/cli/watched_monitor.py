@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from dora.cli.display import Display
 from dora.consumers.monitor import RunMonitor
-from dora.errors import BusError, DoraError
+from dora.consumers.snapshot import Snapshot
+from dora.errors import BusError, DeadlineError, DoraError
 
 CATCH_UP_SECONDS = 300.0
 _POLL_SECONDS = 0.25
@@ -30,6 +31,15 @@ class WatchedMonitor:
             display.note(f"cannot read the log: {error.message}")
             return True
         return False
+
+    def look(self, display: Display) -> Snapshot | None:
+        """The run as its log says now; None if the cluster does not answer."""
+        try:
+            self.monitor.catch_up(CATCH_UP_SECONDS)
+        except (BusError, DeadlineError) as error:
+            display.note(f"cannot read the log: {error.message}")
+            return None
+        return self.monitor.snapshot()
 
     def reopen(self, make: Callable[[], RunMonitor], display: Display) -> None:
         """Read the log anew over a new connection, if the cluster answers."""

@@ -39,6 +39,7 @@ class Case:
         self.directory = directory
         self.events: list[str] = []
         self.finished: Callable[[str], bool] = lambda name: True
+        self.replaced: Callable[[str, int], bool] = lambda name, pid: True
 
     def start(self, *programs: str, max_restarts: int = 5) -> Supervisor:
         specs = [
@@ -52,6 +53,7 @@ class Case:
             max_restarts=max_restarts,
             on_event=self.events.append,
             finished=lambda name: self.finished(name),
+            replaced=lambda name, pid: self.replaced(name, pid),
             clock=lambda: float(next(ticks)),
         )
         supervisor.start()
@@ -119,6 +121,55 @@ def test_a_child_that_would_only_fail_again_is_not_started_again(
     message = failure(supervisor)
     assert expected in message and "why" in message
     assert supervisor.views()[0].restarts == 0
+
+
+def test_a_child_that_lost_its_role_to_nobody_is_started_again(case: Case) -> None:
+    """Its transaction expired while it was stopped: Kafka tells that like a replacement."""
+    marker = case.directory / "marker"
+    asked: list[tuple[str, int]] = []
+
+    def replaced(name: str, pid: int) -> bool:
+        asked.append((name, pid))
+        return False
+
+    case.replaced = replaced
+    supervisor = case.start(
+        f"""
+        import pathlib
+        marker = pathlib.Path({str(marker)!r})
+        code = 0 if marker.exists() else 4
+        marker.touch()
+        raise SystemExit(code)
+        """
+    )
+    (before,) = supervisor.views()
+    poll_until(supervisor, lambda: supervisor.done("p0"))
+    assert asked == [("p0", before.pid)]
+    assert supervisor.views()[0].restarts == 1
+    assert any("ended with an expired transaction; starts again" in each for each in case.events)
+
+
+def test_a_frozen_child_is_killed_and_started_again(case: Case) -> None:
+    marker = case.directory / "marker"
+    supervisor = case.start(
+        f"""
+        import os, pathlib, signal
+        marker = pathlib.Path({str(marker)!r})
+        if not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        """
+    )
+    (view,) = supervisor.views()
+    assert view.pid is not None
+    frozen = psutil.Process(view.pid)
+    wait_for(lambda: frozen.status() == psutil.STATUS_STOPPED, "the child to freeze")
+    supervisor.poll()
+    assert supervisor.views()[0].state == "running", "a stopped process has not ended"
+    supervisor.end_hung("p0", "it has been silent for 9 s")
+    poll_until(supervisor, lambda: supervisor.done("p0"))
+    assert "p0 is killed: it has been silent for 9 s" in case.events
+    assert supervisor.views()[0].restarts == 1
 
 
 def test_a_child_that_ends_before_the_run_is_complete_is_started_again(case: Case) -> None:

@@ -100,6 +100,8 @@ class Coordination:
         self.takeovers = 0
         self.resumed_tokens = 0
         self._incarnation = incarnation
+        self._echo_at: float | None = None
+        self._decided_at: float | None = None
         self._zombies: dict[str, Status] = {}
         self._last_yields_sent = False
         self._commands: list[tuple[Command, int]] = []
@@ -121,8 +123,10 @@ class Coordination:
             case Status(role="rollout"):
                 if not self.roster.hear(record, now, live=live) and live:
                     self._zombies[record.incarnation] = record
-            case Status(role="coordinator") if live and record.state not in GONE:
-                if record.incarnation != self._incarnation:
+            case Status(role="coordinator") if live:
+                if record.incarnation == self._incarnation:
+                    self._echo_at = now
+                elif record.state not in GONE:
                     self.rival = record
             case Admission():
                 # once live, admissions are this coordinator's own and known since their commit
@@ -176,6 +180,8 @@ class Coordination:
 
     def decide(self, now: float) -> Decision:
         """What is lost, what is due, who does it."""
+        if self._deaf(now):
+            self.roster.excuse(now)
         for identity in self.roster.lost(now):
             self._release(identity)
         if self.state.newest < 0 or self.stopped_at is not None:
@@ -213,6 +219,14 @@ class Coordination:
             last_yields,
             {member.status.process: member.status for member in self.roster.members()},
         )
+
+    def _deaf(self, now: float) -> bool:
+        """Whether workers may have spoken without being heard: this process stood still, or its own
+        words do not come back from the log either."""
+        before, self._decided_at = self._decided_at, now
+        limit = self.rules.heartbeat_timeout
+        stood_still = before is not None and now - before > limit
+        return stood_still or (self._echo_at is not None and now - self._echo_at > limit / 2)
 
     def committed(self, decision: Decision, records: Iterable[Record], now: float) -> None:
         """The transaction with the `records` made of `decision` is in the log."""

@@ -44,7 +44,7 @@ class Hold:
 
 @dataclass(slots=True)
 class Member:
-    """One incarnation of a worker as last heard.
+    """One incarnation of a worker as last heard; before `excused_at` silence does not count.
 
     `superseded` are attempts that it generates although others took them over (it was given up and
     came back), `yielded` those of them that it was told to stop.
@@ -53,6 +53,7 @@ class Member:
     status: Status
     heard_at: float
     confirmed: bool
+    excused_at: float = float("-inf")
     switching_to: int | None = None
     holds: set[str] = field(default_factory=set)
     superseded: set[str] = field(default_factory=set)
@@ -185,7 +186,8 @@ class Roster:
                 if member.status.state in PATIENT or member.switching_to is not None
                 else self._heartbeat_timeout
             )
-            if member.status.state not in GONE and now - member.heard_at > limit:
+            silence = now - max(member.heard_at, member.excused_at)
+            if member.status.state not in GONE and silence > limit:
                 self._release(member)
                 member.confirmed = False
             running = set(member.status.running)
@@ -197,6 +199,12 @@ class Roster:
                     self._lost.append(trajectory_id)
         lost, self._lost = self._lost, []
         return lost
+
+    def excuse(self, now: float) -> None:
+        """Nobody could be heard for a while, for a reason that is not theirs: their silence counts
+        from now on."""
+        for member in self._members.values():
+            member.excused_at = now
 
     def members(self) -> Iterable[Member]:
         """All workers ever heard, in their newest incarnation."""

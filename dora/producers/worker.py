@@ -80,6 +80,7 @@ class Worker:
         self._reporter = Reporter(config, self._writer, worker, clock, now_ms)
         self._policies: dict[int, Policy] = {}
         self._attempts: dict[str, Attempt] = {}
+        self._scored: list[Scored] = []
         self._unconfirmed: list[str] = []
         self._switch: tuple[int, float] | None = None
         self._told_to_stop = False
@@ -114,22 +115,19 @@ class Worker:
 
     def _turn(self) -> None:
         """Commands, one engine step, scores, heartbeat."""
-        wait = 0.0 if self._engine.running else 0.01 if self._scorer.pending else 0.05
+        busy = self._engine.running or self._scored
+        wait = 0.0 if busy else 0.01 if self._scorer.pending else 0.05
         for message in self._reader.poll(timeout=wait):
             self._apply(message)
         if self._switch is not None:
             self._try_switch(*self._switch)
         deltas = self._engine.step()
+        # what was scored before this step: its chunks were acknowledged meanwhile
+        self._finish_scored()
         now_ms = self._now_ms()
         for delta in deltas:
             self._take(delta, now_ms)
-        finished = self._scorer.poll()
-        if finished:
-            # chunks and trajectories lie in different partitions: should this process die now, a
-            # trajectory that is in the log must not lack chunks
-            self._writer.flush(self._config.kafka.request_timeout_seconds)
-        for scored in finished:
-            self._finish(scored)
+        self._scored += self._scorer.poll()
         self._writer.poll()
         if self._clock() - self._reporter.sent_at >= self._config.rollout.heartbeat_seconds:
             self._hand_back_stalled()
@@ -312,6 +310,15 @@ class Worker:
             )
             faults.point("worker.chunk_sent")
 
+    def _finish_scored(self) -> None:
+        """Writes what is scored. Chunks and trajectories lie in different partitions: should this
+        process die, a trajectory that is in the log must not lack chunks."""
+        if self._scored:
+            self._writer.flush(self._config.kafka.request_timeout_seconds)
+        for scored in self._scored:
+            self._finish(scored)
+        self._scored.clear()
+
     def _finish(self, scored: Scored) -> None:
         attempt = self._attempts.get(scored.key)
         if attempt is None:
@@ -397,8 +404,8 @@ class Worker:
         """Gives running verifiers a moment, and hands the rest back."""
         deadline = self._clock() + DRAIN_SECONDS
         while self._scorer.pending and not self._told_to_stop and self._clock() < deadline:
-            for scored in self._scorer.poll():
-                self._finish(scored)
+            self._scored += self._scorer.poll()
             time.sleep(0.01)
+        self._finish_scored()
         for attempt in [a for a in self._attempts.values() if a.finish_reason is None]:
             self._hand_back(attempt)

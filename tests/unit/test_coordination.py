@@ -75,6 +75,11 @@ class Played:
         self.core.committed(decision, records, self.now)
         return records
 
+    def wait(self, seconds: int) -> None:
+        """Lets time pass, tick by tick."""
+        for _ in range(seconds):
+            assert not self.tick(1.0)
+
     def starts(self, seconds: float = 0.0) -> dict[str, Command]:
         records = self.tick(seconds)
         return {r.trajectory_id: r for r in records if isinstance(r, Command) and r.kind == "start"}
@@ -103,7 +108,7 @@ def test_a_trajectory_that_finishes_while_its_chunks_are_read_is_not_started_aga
     played = Played()
     played.hear(WORKER)
     played.starts()
-    played.now = 20.0
+    played.wait(20)
     played.hear(OTHER)
     played.tick()
     played.core.take(trajectory(admission(0, 0)), 0, 7, now=20.0)
@@ -115,7 +120,7 @@ def lose_again(played: Played, times: int, found: Prefix) -> None:
     for _ in range(times):
         played.hear(replace(WORKER, incarnation=f"at {played.now}"))
         played.starts()
-        played.tick(11.0)
+        played.wait(11)
         for identity in list(played.core.scans):
             played.core.scanned(identity, found)
 
@@ -142,7 +147,7 @@ def test_a_worker_that_was_given_up_and_speaks_again_hands_back_what_others_took
     played = Played()
     played.hear(WORKER)
     played.starts()
-    played.now = 20.0
+    played.wait(20)
     played.hear(OTHER)
     played.tick()
     for identity in list(played.core.scans):
@@ -227,3 +232,32 @@ def test_a_recovered_worker_takes_no_traffic_before_its_weights_are_right() -> N
     assert not played.starts(), "the canary failed"
     played.hear(replace(WORKER, incarnation="again"))
     assert len(played.starts()) == 4
+
+
+ME = Status("r", "coordinator", "coordinator", "me", "ready", 0)
+
+
+def test_a_coordinator_that_stood_still_does_not_blame_the_workers() -> None:
+    played = Played()
+    played.hear(WORKER)
+    played.starts()
+    for _ in range(4):
+        played.tick(1.0)
+    played.tick(60.0)
+    assert not played.core.scans, "it was itself that did not listen"
+    for _ in range(12):
+        played.tick(1.0)
+    assert len(played.core.scans) == 4, "but now it did"
+
+
+def test_silence_during_an_outage_of_the_cluster_is_nobodys_fault() -> None:
+    played = Played()
+    played.hear(WORKER, ME)
+    played.starts()
+    for _ in range(30):
+        played.tick(1.0)
+    assert not played.core.scans, "its own words did not come back either"
+    for _ in range(12):
+        played.hear(ME)
+        played.tick(1.0)
+    assert len(played.core.scans) == 4

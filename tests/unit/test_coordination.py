@@ -89,7 +89,7 @@ def test_a_trajectory_that_was_begun_goes_on_from_its_chunks_as_a_new_attempt() 
     played = Played()
     played.hear(WORKER)
     assert set(played.starts()) == {"g0/0", "g0/1", "g1/0", "g1/1"}
-    played.now = 20.0
+    played.wait(20)
     played.hear(OTHER)
     assert not played.starts(), "the chunks are read first"
     assert set(played.core.scans) == {"g0/0", "g0/1", "g1/0", "g1/1"}

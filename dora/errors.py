@@ -95,3 +95,7 @@ class InUseError(RunError):
 
 class DeadlineError(DoraError):
     """Something that was awaited did not come in time; the message says what, and from whom."""
+
+
+class RankError(DoraError):
+    """Another rank of the trainer ended, hangs or failed; this one cannot go on without it."""

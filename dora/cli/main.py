@@ -17,6 +17,7 @@ from dora import __version__
 from dora.errors import DoraError
 
 SUPERVISOR = "DORA_SUPERVISOR"
+RANK_PARENT = "DORA_RANK_PARENT"
 PERMANENT = 3
 """Exit code by which a process tells its supervisor that starting it again is of no use."""
 
@@ -101,8 +102,8 @@ def cli() -> None:
 def main() -> None:
     """Entry point of the `dora` command."""
     signal.signal(signal.SIGTERM, _terminated)
-    supervised = SUPERVISOR in os.environ
-    if supervised:
+    supervised = SUPERVISOR in os.environ or RANK_PARENT in os.environ
+    if SUPERVISOR in os.environ:
         from dora.cli.lifeline import follow_supervisor
 
         follow_supervisor()

@@ -1,9 +1,11 @@
 """`dora train`: the trainer."""
 
+import os
+
 import click
 
 from dora.cli.coordinator import stop_on_signals
-from dora.cli.options import config_argument
+from dora.cli.options import config_argument, config_source
 from dora.cli.process_log import log_to_stderr
 from dora.config import Config
 
@@ -15,9 +17,28 @@ def train(config: Config) -> None:
 
     It picks batches of finished groups, trains on them, publishes the new version and commits the
     step. Started again, it goes on where the ledger ends. It ends after trainer.steps.
+
+    With trainer.ranks it starts that many processes on this machine, which share the training. A
+    launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT may start them
+    instead.
     """
-    from dora.bus.settings import cluster_settings
-    from dora.consumers.trainer import Trainer
+    from dora.cli.rank_launch import follow_launcher, run_ranks
 
     log_to_stderr()
-    Trainer(config, cluster_settings(config.kafka)).run(stop_on_signals())
+    follow_launcher()
+    if config.trainer.ranks > 1 and "RANK" not in os.environ:
+        context = click.get_current_context()
+        context.exit(run_ranks(config, config_source(), supervised=bool(context.obj)))
+
+    from dora.bus.settings import cluster_settings
+    from dora.consumers.rank_follower import RankFollower
+    from dora.consumers.ranks import Member, joined
+    from dora.consumers.trainer import Trainer
+
+    settings = cluster_settings(config.kafka)
+    stop = stop_on_signals()  # looked at by rank 0 only, which the others follow
+    with joined(config) as ranks:
+        if isinstance(ranks, Member):
+            RankFollower(config, settings, ranks).run()
+        else:
+            Trainer(config, settings, ranks).run(stop)

@@ -5,8 +5,8 @@ optimizer batch. Samples that cannot contribute a gradient are left out of the m
 stay in the denominators, so leaving them out changes nothing but the time it takes.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -160,9 +160,12 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return batches
 
 
-def _assemble(
-    samples: Sequence[Sample], indices: Sequence[int], weights: Sequence[float]
+def assemble(
+    samples: Sequence[Sample] | Mapping[int, Sample],
+    indices: Sequence[int],
+    weights: Sequence[float] | Mapping[int, float],
 ) -> MicroBatch:
+    """The micro-batch whose rows are the samples at `indices`; both others are looked up there."""
     chosen = [samples[i] for i in indices]
     width = max(len(s.token_ids) for s in chosen)
     token_ids = np.zeros((len(chosen), width), dtype=np.int64)
@@ -203,28 +206,7 @@ def micro_batches(
     chosen = [i for i in candidates if samples[i].generated]
     weights = [1.0] * len(samples) if weights is None else weights
     packed = pack([len(samples[i].token_ids) for i in chosen], budget)
-    return [_assemble(samples, [chosen[i] for i in batch], weights) for batch in packed]
-
-
-def training_micro_batches(
-    samples: Sequence[Sample], settings: LossSection, budget: int, constant_length: int
-) -> list[MicroBatch]:
-    """Micro-batches of one optimizer batch: those samples that can have a gradient."""
-    weights = token_weights(samples, settings, constant_length)
-    indices = [i for i, sample in enumerate(samples) if contributes(sample, settings)]
-    return micro_batches(samples, budget, weights, indices)
-
-
-def share_of_rank(batches: Sequence[MicroBatch], rank: int, world: int) -> list[MicroBatch]:
-    """The micro-batches of one of `world` ranks, equally many on each.
-
-    Where they do not divide, the last one is repeated without weight: collective operations need
-    every rank in every pass.
-    """
-    padded = list(batches)
-    while len(padded) % world:
-        padded.append(replace(batches[-1], weights=np.zeros_like(batches[-1].weights)))
-    return padded[rank::world]
+    return [assemble(samples, [chosen[i] for i in batch], weights) for batch in packed]
 
 
 def split_groups(groups: Sequence[T], updates: int) -> list[list[T]]:

@@ -5,38 +5,33 @@ state and update count before it and on the samples, bit for bit; and the model 
 `update` and `load_checkpoint` alone.
 """
 
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from dora.config import Config
-from dora.consumers import process
-from dora.consumers.batches import (
-    MicroBatch,
-    Sample,
-    micro_batches,
-    share_of_rank,
-    split_groups,
-    training_micro_batches,
-)
+from dora.consumers import learner_files, process
+from dora.consumers.batches import MicroBatch, Sample, micro_batches, split_groups
 from dora.consumers.losses import TokenTerms, policy_loss
 from dora.consumers.metrics import LearningSums, Mismatch, batch_metrics
 from dora.consumers.model import PolicyModel, load_model, model_inputs, untied
 from dora.consumers.past_weights import PastWeights
+from dora.consumers.ranks import Leader, Member, together
 from dora.consumers.schedule import learning_rate
-from dora.errors import PolicyError, WeightsError
+from dora.consumers.shares import Part, Place, describe_share, part_of, plan_update
+from dora.errors import PolicyError
 from dora.weights.tensors import weights_checksum
 
 Floats = npt.NDArray[np.float32]
-_TAG = "state"
+T = TypeVar("T")
 OBSERVED = 16
 """Samples per version on which engine and trainer are compared in each step."""
-_COUNTS = "learner.json"
 
 
 def _nothing() -> None:
@@ -44,20 +39,29 @@ def _nothing() -> None:
 
 
 class Learner:
-    """One policy in training. Every rank makes one and calls its methods with equal arguments.
+    """One policy in training.
 
     Parameters: `model_dir` holds the starting policy (PolicyError if it is unusable); `progress` is
-    called between micro-batches, for heartbeats during long steps.
+    called between micro-batches, for heartbeats during long steps; with `ranks` this is one of
+    several, and on rank 0 each collective method tells the others to call theirs.
     """
 
     def __init__(
-        self, model_dir: Path, config: Config, *, progress: Callable[[], None] = _nothing
+        self,
+        model_dir: Path,
+        config: Config,
+        *,
+        progress: Callable[[], None] = _nothing,
+        ranks: Leader | Member | None = None,
     ) -> None:
         self._config = config
         self._progress = progress
         self._loss = config.trainer.loss
         self._constant_length = self._loss.constant_length or config.rollout.max_new_tokens
-        self._deepspeed = process.prepare(config)
+        self._ranks = ranks
+        self._leader = ranks if isinstance(ranks, Leader) else None
+        self._order("make")
+        self._deepspeed = process.prepare(config, ranks)
         self._settings = process.deepspeed_settings(config)
         self._plain = process.is_plain(self._settings)
         self._stage = self._settings["zero_optimization"].get("stage", 0)
@@ -79,14 +83,19 @@ class Learner:
             weight_decay=config.trainer.optimizer.weight_decay,
             fused=True,
         )
-        self._engine, *_ = self._deepspeed.initialize(
-            model=policy, optimizer=optimizer, config=self._settings, dist_init_required=False
-        )
+        with together(ranks):
+            self._engine, *_ = self._deepspeed.initialize(
+                model=policy, optimizer=optimizer, config=self._settings, dist_init_required=False
+            )
         if self.world == 1 and self._plain:
             # DeepSpeed would copy all gradients to and fro to add them up over a single rank.
             self._engine.enable_backward_allreduce = False
         self._past = PastWeights(config.window.max_staleness)
         self.updates = 0
+
+    def _order(self, kind: str, **content: Any) -> None:
+        if self._leader is not None:
+            self._leader.order(kind, **content)
 
     @property
     def parameters(self) -> int:
@@ -94,50 +103,74 @@ class Learner:
         return sum(int(getattr(p, "ds_numel", p.numel())) for p in self._engine.module.parameters())
 
     def update(
-        self, groups: Sequence[Sequence[Sample]], version: int, probes: Sequence[Sample] = ()
+        self,
+        groups: Sequence[Sequence[Sample]],
+        version: int,
+        probes: Sequence[Sample] = (),
+        places: Sequence[Sequence[Place]] = (),
     ) -> dict[str, float]:
         """Train on one step's groups, in this order; returns the step's metrics.
 
-        `version` is the current policy version. The groups are split into
-        `trainer.updates_per_step` optimizer batches. The mismatch between engine and trainer
-        (`logprob_mismatch_*`) is measured on some of the step's samples, each under the weights of
-        its own version; if these are at hand for none, on `probes`, further samples of the current
-        version; if there are none either, these metrics are left out. The difference over older
-        samples under the current weights, which holds the drift of the policy too, is
-        `logprob_drift_mean`. An optimizer batch in which no sample can have a gradient leaves
-        weights and optimizer state alone. Raises PolicyError when the gradient is infinite or no
-        number.
+        `version` is the current policy version; `places` says where each sample lies in the
+        trajectories topic (needed where there are other ranks, which fetch their shares). The
+        groups are split into `trainer.updates_per_step` optimizer batches. The mismatch between
+        engine and trainer (`logprob_mismatch_*`) is measured on some of the step's samples, each
+        under the weights of its own version; if these are at hand for none, on `probes`, further
+        samples of the current version; if there are none either, these metrics are left out. The
+        difference over older samples under the current weights, which holds the drift of the policy
+        too, is `logprob_drift_mean`. An optimizer batch in which no sample can have a gradient
+        leaves weights and optimizer state alone. Raises PolicyError when the gradient is infinite
+        or no number, RankError when another rank is lost.
         """
-        parts = [
-            [sample for group in part for sample in group]
-            for part in split_groups(groups, self._config.trainer.updates_per_step)
-        ]
+        parts = [list(chain(*part)) for part in self._split(groups)]
         plans = [
-            training_micro_batches(part, self._loss, self._budget, self._constant_length)
+            plan_update(part, self._loss, self._budget, self._constant_length, self.world)
             for part in parts
         ]
-        shares = [share_of_rank(p, self.rank, self.world) if p else [] for p in plans]
-        proximal: list[list[torch.Tensor]] | None = None
-        if self._loss.importance_cap is not None and len(parts) > 1:
-            # The proximal policy is that of the step's start: score before the first update.
-            proximal = [[self._score(batch) for batch in share] for share in shares]
-        sums = LearningSums()
+        if self._leader is not None:
+            located = [list(chain(*part)) for part in self._split(places)]
+            shares = [
+                [
+                    describe_share(plan, rank, part, where)
+                    for plan, part, where in zip(plans, parts, located, strict=True)
+                ]
+                for rank in range(self.world)
+            ]
+            self._leader.order_each("update", {"version": version}, shares)
+        samples = list(chain(*parts))
         mismatch = Mismatch()
-        self._observe([sample for part in parts for sample in part], probes, version, mismatch)
-        if self._stage < 3:
-            self._past.keep(version, self._engine.module)
-        for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
-            rate = self._set_learning_rate()
-            observe = (part, version, mismatch) if index == 0 else None
-            if share:
-                norm = self._optimize(share, proximal[index] if proximal else None, sums, observe)
-                sums.norms.append(norm)
-            self.updates += 1
-        samples = [sample for part in parts for sample in part]
-        metrics = batch_metrics(samples, version, self._config.task.success_threshold)
-        metrics["learning_rate"] = rate
-        self._reduce(sums, mismatch)
-        return metrics | sums.metrics(self._loss.kl_coefficient > 0) | mismatch.metrics()
+        if self._stage < 3 or self.world == 1:
+            self._observe(samples, probes, version, mismatch)
+        own = [
+            part_of(plan.ranks[0], part, plan.weights)
+            for plan, part in zip(plans, parts, strict=True)
+        ]
+        metrics = self.train(own, version, mismatch)
+        return batch_metrics(samples, version, self._config.task.success_threshold) | metrics
+
+    def _split(self, groups: Sequence[Sequence[T]]) -> list[list[Sequence[T]]]:
+        return split_groups(groups, self._config.trainer.updates_per_step)
+
+    def train(self, parts: Sequence[Part], version: int, mismatch: Mismatch) -> dict[str, float]:
+        """Do this rank's parts of a step's optimizer updates; returns the metrics of all ranks."""
+        with together(self._ranks):
+            proximal: list[list[torch.Tensor]] | None = None
+            if self._loss.importance_cap is not None and len(parts) > 1:
+                # The proximal policy is that of the step's start: score before the first update.
+                proximal = [[self._score(batch) for batch in part.batches] for part in parts]
+            sums = LearningSums()
+            if self._stage < 3:
+                self._past.keep(version, self._engine.module)
+            for index, part in enumerate(parts):
+                rate = self._set_learning_rate()
+                observe = (part.samples, version, mismatch) if index == 0 else None
+                if part.batches:
+                    old = proximal[index] if proximal else None
+                    sums.norms.append(self._optimize(part.batches, old, sums, observe))
+                self.updates += 1
+            self._reduce(sums, mismatch)
+        metrics = {"learning_rate": rate} | sums.metrics(self._loss.kl_coefficient > 0)
+        return metrics | mismatch.metrics()
 
     @property
     def _budget(self) -> int:
@@ -198,7 +231,7 @@ class Learner:
         share: Sequence[MicroBatch],
         proximal: Sequence[torch.Tensor] | None,
         sums: LearningSums,
-        observe: tuple[Sequence[Sample], int, Mismatch] | None,
+        observe: tuple[Mapping[int, Sample], int, Mismatch] | None,
     ) -> float:
         """One optimizer update over this rank's micro-batches; returns the gradient norm."""
         for index, batch in enumerate(share):
@@ -282,6 +315,8 @@ class Learner:
     def sequence_logprobs(self, token_ids: Sequence[int]) -> Floats:
         """Plain log-probabilities [n - 1] (temperature 1, whole vocabulary) of each token after the
         first: what the canary is compared with."""
+        if self._stage == 3:
+            self._order("score", tokens=list(token_ids))
         tokens = torch.tensor([list(token_ids)], device=self._device)
         count = len(token_ids) - 1
         places = torch.arange(count, device=self._device)
@@ -307,6 +342,7 @@ class Learner:
         model = self._engine.module.model
         dtype = getattr(torch, self._config.policy.dtype)
         if self._stage == 3:
+            self._order("export")
             tensors = {}
             for name, parameter in model.named_parameters():
                 with self._deepspeed.zero.GatheredParameters([parameter]):
@@ -324,44 +360,23 @@ class Learner:
 
     def save_checkpoint(self, directory: Path) -> None:
         """Write weights, optimizer state and update count to `directory`, which must exist."""
-        self._engine.save_checkpoint(str(directory), tag=_TAG, save_latest=False)
-        if self.rank == 0:
-            counts = {"updates": self.updates, "world": self.world, "zero_stage": self._stage}
-            (directory / _COUNTS).write_text(json.dumps(counts) + "\n")
+        self._order("save", directory=str(directory.absolute()))
+        with together(self._ranks):
+            learner_files.save(self._engine, directory, self.updates, self.world, self._stage)
+            if self.world > 1:
+                torch.distributed.barrier()
 
     def load_checkpoint(self, directory: Path) -> None:
-        """Restore what `save_checkpoint` wrote.
-
-        Raises WeightsError if it is missing or cut, PolicyError if it was written with another ZeRO
-        stage or number of ranks.
-        """
-        try:
-            counts = json.loads((directory / _COUNTS).read_text())
-        except (OSError, ValueError) as error:
-            raise WeightsError(f"checkpoint {directory} cannot be read: {error}") from error
-        now = {"world": self.world, "zero_stage": self._stage}
-        if any(counts.get(key) != value for key, value in now.items()):
-            raise PolicyError(
-                f"checkpoint {directory} was written with {counts.get('world')} ranks and ZeRO "
-                f"stage {counts.get('zero_stage')}, not with {self.world} and {self._stage}",
-                hint="Start the trainer as before, or remove the checkpoints: the steps are then "
-                "redone from the log.",
-            )
-        try:
-            loaded, _ = self._engine.load_checkpoint(
-                str(directory), tag=_TAG, load_lr_scheduler_states=False
-            )
-        except (OSError, RuntimeError, EOFError, KeyError) as error:
-            raise WeightsError(f"checkpoint {directory} is damaged: {error}") from error
-        if loaded is None:
-            raise WeightsError(f"checkpoint {directory} is not complete")
-        self.updates = int(counts["updates"])
+        """Restore what `save_checkpoint` wrote; see `learner_files.load` for what is raised."""
+        self._order("load", directory=str(directory.absolute()))
+        with together(self._ranks):
+            self.updates = learner_files.load(self._engine, directory, self.world, self._stage)
 
 
 def drift_of(
     batch: MicroBatch,
     logprobs: torch.Tensor,
-    samples: Sequence[Sample],
+    samples: Mapping[int, Sample],
     version: int,
     mismatch: Mismatch,
 ) -> None:

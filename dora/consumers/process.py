@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from dora.config import Config
+from dora.consumers.ranks import Ranks
 from dora.errors import ConfigError
 
 RESERVED = {
@@ -38,11 +40,11 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def prepare(config: Config) -> ModuleType:
+def prepare(config: Config, ranks: Ranks | None = None) -> ModuleType:
     """Set up this process for training and return the deepspeed module.
 
-    Rank and world size come from the environment when a launcher set them (`RANK`, `WORLD_SIZE`,
-    `MASTER_ADDR`, `MASTER_PORT`); otherwise this is the only rank, and no port is opened.
+    With `ranks` this process is one of several; otherwise it is the only one, and no port is
+    opened.
     """
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
@@ -55,7 +57,7 @@ def prepare(config: Config) -> ModuleType:
     torch.manual_seed(config.run.seed)
     _find_ninja()
     deepspeed = _import_deepspeed()
-    _join(deepspeed, "gloo" if on_cpu else "nccl")
+    _join(deepspeed, "gloo" if on_cpu else "nccl", ranks)
     return deepspeed
 
 
@@ -76,21 +78,28 @@ def _import_deepspeed() -> ModuleType:
     return deepspeed  # type: ignore[no-any-return]
 
 
-def _join(deepspeed: ModuleType, backend: str) -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        deepspeed.init_distributed(dist_backend=backend, verbose=False)
-        return
+def _join(deepspeed: ModuleType, backend: str, ranks: Ranks | None) -> None:
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(name, value)
-    if backend == "gloo" and Path("/sys/class/net/lo").exists():
+    local = ranks is None or os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost")
+    if local and backend == "gloo" and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # One rank needs no shared-memory collectives: marking them unavailable saves compiling them
-    # with g++ at the first start.
+    # gloo will do: marking the shared-memory collectives unavailable saves compiling them with g++
+    # at the first start.
     getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
     # an engine in the same process may have made the group of one already
     if not torch.distributed.is_initialized():
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+        if ranks is None:
+            store: torch.distributed.Store = torch.distributed.HashStore()
+            torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+        else:
+            torch.distributed.init_process_group(
+                backend,
+                store=ranks.store,
+                rank=ranks.rank,
+                world_size=ranks.world,
+                timeout=timedelta(seconds=ranks.timeout),
+            )
     deepspeed.init_distributed(dist_backend=backend, verbose=False, dist_init_required=False)
 
 
@@ -112,7 +121,7 @@ def deepspeed_settings(config: Config) -> dict[str, Any]:
     for key in given:
         if key in RESERVED:
             raise ConfigError(f"trainer.deepspeed.{key}: set {RESERVED[key]} instead")
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = torch.distributed.get_world_size()
     base: dict[str, Any] = {
         # Micro-batches differ in number from step to step: the learner marks the last one itself.
         "train_micro_batch_size_per_gpu": 1,

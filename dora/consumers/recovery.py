@@ -85,6 +85,11 @@ def fetch_trajectories(
     return found
 
 
+def places_of(refs: Iterable[GroupRef]) -> list[list[Place]]:
+    """Where the samples of each group lie, in the order in which they are trained."""
+    return [[(sample.partition, sample.offset) for sample in ref.samples] for ref in refs]
+
+
 def samples_of_step(
     step: Step,
     fetch: Callable[[list[Place]], Mapping[Place, Trajectory]],
@@ -92,8 +97,7 @@ def samples_of_step(
     settings: LossSection,
 ) -> list[tuple[Sample, ...]]:
     """The groups that `step` trained, in the recorded order."""
-    places = [(s.partition, s.offset) for ref in step.trained for s in ref.samples]
-    records = fetch(places)
+    records = fetch([place for places in places_of(step.trained) for place in places])
     return [_samples_of(ref, records, vocabulary, settings) for ref in step.trained]
 
 
@@ -317,4 +321,4 @@ class Recovery:
                 hint=f"It is needed because checkpoint {', '.join(self.damaged)} is damaged. "
                 "Restore that, or give run.name another value.",
             ) from error
-        self._learner.update(groups, step.version_in)
+        self._learner.update(groups, step.version_in, places=places_of(step.trained))

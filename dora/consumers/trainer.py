@@ -25,7 +25,8 @@ from dora.consumers.learner import Learner
 from dora.consumers.ledger import History, LedgerWriter, check_continues, read_ledger
 from dora.consumers.planner import Decision, Planner
 from dora.consumers.publication import Publisher
-from dora.consumers.recovery import Deviation, Recovery
+from dora.consumers.ranks import Leader
+from dora.consumers.recovery import Deviation, Recovery, places_of
 from dora.consumers.retention import check_ledger, check_retention
 from dora.consumers.weight_users import WeightUsers
 from dora.core.ring import slot_partitions
@@ -52,10 +53,16 @@ PROBES = 8
 
 
 class Trainer:
-    """The one trainer of a run; making it fences an older one. `run` does everything."""
+    """The one trainer of a run; making it fences an older one. `run` does everything.
 
-    def __init__(self, config: Config, settings: ClusterSettings) -> None:
+    With `ranks` this process is rank 0 of several.
+    """
+
+    def __init__(
+        self, config: Config, settings: ClusterSettings, ranks: Leader | None = None
+    ) -> None:
         self._config = config
+        self._ranks = ranks
         self._settings = settings
         self._run = config.run.name
         self._topics = RunTopics(self._run)
@@ -147,7 +154,7 @@ class Trainer:
         self._heartbeat.say("loading", "loading the model")
         model = model_directory(self._config.policy.model)
         beat = self._heartbeat.beat
-        self._learner = Learner(model, self._config, progress=beat)
+        self._learner = Learner(model, self._config, progress=beat, ranks=self._ranks)
         self._planner = Planner(self._state, self._config.trainer.loss, self._learner.vocabulary)
         self._publisher = Publisher(
             self._config, self._learner, model, self._reader, history, self._weight_users, beat
@@ -232,7 +239,8 @@ class Trainer:
         self._heartbeat.say("training", f"step {version} -> {version + 1}")
         groups = [prepared.samples for prepared in decision.batch]
         probes = self._planner.probes(decision.batch, PROBES)
-        metrics = self._learner.update(groups, version, probes)
+        places = places_of([prepared.ref for prepared in decision.batch])
+        metrics = self._learner.update(groups, version, probes, places)
         publish_from = time.monotonic()
         policy = self._publisher.publish(version + 1)
         # after an accepted difference no later redo should have to go through it again
@@ -293,6 +301,8 @@ class Trainer:
         aside_at = since
         self._take(self._reader.poll())
         while not stop.is_set():
+            if self._ranks is not None:
+                self._ranks.check()
             decision = self._planner.decide()
             if decision.blocked is None:
                 return decision

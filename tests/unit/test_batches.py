@@ -5,16 +5,16 @@ import pytest
 
 from dora.config_training import LossSection, OptimizerSection
 from dora.consumers.batches import (
+    MicroBatch,
     Sample,
     group_samples,
     micro_batches,
     pack,
-    share_of_rank,
     split_groups,
     token_weights,
-    training_micro_batches,
 )
 from dora.consumers.schedule import learning_rate
+from dora.consumers.shares import part_of, plan_update
 from dora.errors import RecordError
 from dora.schemas.records import (
     Sampling,
@@ -74,6 +74,14 @@ def sample(length: int, generated: int, advantage: float = 1.0, truncated: bool 
     )
 
 
+def whole(
+    samples: list[Sample], settings: LossSection, budget: int = 1000
+) -> tuple[MicroBatch, ...]:
+    """The micro-batches of a single rank."""
+    plan = plan_update(samples, settings, budget, 16, world=1)
+    return part_of(plan.ranks[0], samples, plan.weights).batches
+
+
 def test_a_sample_holds_only_generated_tokens_of_every_turn() -> None:
     first, second = group_samples(
         [
@@ -108,7 +116,7 @@ def test_weights_add_up_to_one_whatever_the_micro_batches(budget: int) -> None:
     samples = [sample(8, 3), sample(10, 5), sample(6, 2)]
     for normalization, total in (("token", 1.0), ("sequence", 1.0), ("constant", 10 / (3 * 16))):
         settings = LossSection(normalization=normalization)
-        parts = training_micro_batches(samples, settings, budget, constant_length=16)
+        parts = whole(samples, settings, budget)
         found = sum(float(part.weights.astype(np.float64).sum()) for part in parts)
         assert found == pytest.approx(total, rel=1e-6)
 
@@ -125,19 +133,19 @@ def test_each_normalisation_weighs_tokens_as_its_paper_says() -> None:
 
 def test_samples_without_signal_are_not_computed_but_count_in_the_denominator() -> None:
     samples = [sample(8, 3), sample(10, 5, advantage=0.0)]
-    (batch,) = training_micro_batches(samples, LossSection(), 1000, 16)
+    (batch,) = whole(samples, LossSection())
     assert batch.samples == (0,)
     assert batch.weights.tolist() == pytest.approx([1 / 8] * 3)
-    with_kl = training_micro_batches(samples, LossSection(kl_coefficient=0.1), 1000, 16)
+    with_kl = whole(samples, LossSection(kl_coefficient=0.1))
     assert sorted(with_kl[0].samples) == [0, 1]
 
 
 def test_masked_overlong_samples_count_nowhere() -> None:
     samples = [sample(8, 3), sample(10, 5, truncated=True)]
     settings = LossSection(mask_overlong=True)
-    (batch,) = training_micro_batches(samples, settings, 1000, 16)
+    (batch,) = whole(samples, settings)
     assert batch.samples == (0,) and batch.weights.tolist() == pytest.approx([1 / 3] * 3)
-    assert training_micro_batches(samples[1:], settings, 1000, 16) == []
+    assert whole(samples[1:], settings) == ()
 
 
 def test_a_micro_batch_points_at_the_logits_that_predict_each_generated_token() -> None:
@@ -151,15 +159,6 @@ def test_a_micro_batch_points_at_the_logits_that_predict_each_generated_token() 
         (1, 1, 2),
         (1, 2, 3),
     ]
-
-
-def test_ranks_get_equally_many_micro_batches_and_every_sample_counts_once() -> None:
-    samples = [sample(8, 3), sample(10, 5), sample(6, 2)]
-    batches = micro_batches(samples, 1)
-    shares = [share_of_rank(batches, rank, 2) for rank in range(2)]
-    assert [len(share) for share in shares] == [2, 2]
-    counted = [b.samples[0] for share in shares for b in share if b.weights.any()]
-    assert sorted(counted) == [0, 1, 2]
 
 
 def test_groups_divide_into_equal_updates() -> None:

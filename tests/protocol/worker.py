@@ -165,6 +165,7 @@ class ModelWorker:
     def extend(self, trajectory_id: str, tokens: int, end: str | None) -> None:
         """One engine step: some tokens, perhaps the last."""
         attempt = self.attempts[trajectory_id]
+        assert attempt.command.policy_version == self.version, "tokens of another version"
         have = len(attempt.tokens)
         tokens = min(tokens, LONGEST - have)
         command = attempt.command

@@ -22,7 +22,7 @@ from tests.protocol.trainer import ModelTrainer
 from tests.protocol.worker import ModelWorker
 
 LANES = 2
-HEARTBEAT_TIMEOUT, LOAD_TIMEOUT = 10.0, 20.0
+HEARTBEAT_TIMEOUT, LOAD_TIMEOUT = 4.0, 8.0
 MAX_ATTEMPTS = 2
 TICKS = 150
 """Ticks in which a run on which nothing goes wrong any more must make its next steps."""
@@ -48,6 +48,7 @@ class Protocol(RuleBasedStateMachine):
         evaluations=st.integers(0, 1),
         workers=st.integers(1, len(WORKERS)),
         ticks=st.integers(0, 40),
+        all_return=st.booleans(),
     )
     def begin(
         self,
@@ -58,11 +59,12 @@ class Protocol(RuleBasedStateMachine):
         evaluations: int,
         workers: int,
         ticks: int,
+        all_return: bool,
     ) -> None:
         self.now = 0.0
         self.made = 0
         self.window = Window(staleness, batch)
-        self.log = SimulatedLog(self.window.capacity)
+        self.log = SimulatedLog((staleness + 1) * batch)
         self.group, self.steps = group, steps
         self.rules_ = Rules(
             self.window, group, steps, 1.0, HEARTBEAT_TIMEOUT, LOAD_TIMEOUT, MAX_ATTEMPTS,
@@ -82,7 +84,7 @@ class Protocol(RuleBasedStateMachine):
             }
         )
         self.maker = RecordMaker(config, lambda: 0)
-        self.names = WORKERS[:workers]
+        self.names, self.all_return = WORKERS[:workers], all_return
         self.trainers: list[ModelTrainer] = []
         self.coordinators: list[ModelCoordinator] = []
         self.workers: list[ModelWorker] = []
@@ -299,10 +301,9 @@ class Protocol(RuleBasedStateMachine):
         for _ in range(ticks):
             self.tick(mask)
 
-    @rule(bit=st.integers(0, 5), ticks=st.integers(0, 8))
+    @rule(bit=st.integers(0, 5), ticks=st.integers(5, 14))
     def one_freezes_for_long(self, bit: int, ticks: int) -> None:
-        """Longer than every timeout; then it goes on as if nothing had been, as do the others."""
-        self.now += 1 + LOAD_TIMEOUT
+        """Beyond the timeouts; then it goes on as if nothing had been."""
         for _ in range(ticks):
             self.tick(1 << bit)
 
@@ -387,12 +388,14 @@ class Protocol(RuleBasedStateMachine):
             assert report.max_staleness <= self.window.max_staleness
 
     def teardown(self) -> None:
-        """Whatever happened: once nothing goes wrong any more, the run goes on to its end."""
+        """Whatever happened: once nothing goes wrong any more, the run goes on to its end, be it
+        with one worker."""
         if not hasattr(self, "log"):
             return
         if not self.trainers:
             self.start_trainer()
-        for name in self.names:
+        back = self.names if self.all_return else self.names[:1]
+        for name in back:
             # an older incarnation that still lives is of no use: it will be told to stop
             if not any(worker.incarnation == self.latest[name] for worker in self.workers):
                 self.start_worker(name)

@@ -1,7 +1,6 @@
 """A coordinator: the real `core.coordination`, started and fed as its shell does it."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from dora.core import ring
 from dora.core.coordination import Coordination, Decision, Rules
@@ -20,6 +19,7 @@ from tests.protocol.log import (
     RUN,
     STATUSES,
     TRAJECTORIES,
+    Crash,
     Place,
     Reader,
     SimulatedLog,
@@ -28,7 +28,6 @@ from tests.protocol.worker import DISPATCH_PARTITIONS
 
 ID = f"{RUN}.coordinator"
 STOP_SECONDS = 30.0
-Crash = Literal["before", "inside", "after"]
 
 
 @dataclass

@@ -8,6 +8,7 @@ transactional id the older one can commit nothing.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from dora.core.audit import Audit
 from dora.core.audit_report import AuditReport
@@ -21,6 +22,8 @@ STATUSES = (f"{RUN}.workers", 0)
 CHUNKS, TRAJECTORIES, DISPATCH = f"{RUN}.chunks", f"{RUN}.trajectories", f"{RUN}.dispatch"
 
 Place = tuple[str, int]
+Crash = Literal["before", "inside", "after"]
+"""Where in its commit a process dies: before, inside or after the transaction."""
 
 
 class Fenced(Exception):
@@ -87,9 +90,11 @@ class SimulatedLog:
     ) -> None:
         """One transaction."""
         self.check(transactional_id, epoch)
+        records = list(records)
+        for _, record in records:
+            self._check(record)
         touched: dict[Place, None] = {}
         for place, record in records:
-            self._check(record)
             self.append(place, record)
             touched[place] = None
         for place in touched:

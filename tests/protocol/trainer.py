@@ -24,6 +24,7 @@ from tests.protocol.log import (
     POLICIES,
     RUN,
     TRAJECTORIES,
+    Crash,
     Place,
     Reader,
     SimulatedLog,
@@ -32,7 +33,6 @@ from tests.protocol.worker import DISPATCH_PARTITIONS
 
 ID = f"{RUN}.trainer"
 VOCABULARY = 256
-Crash = Literal["before", "inside", "after"]
 
 
 @dataclass

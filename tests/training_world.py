@@ -2,12 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ class World:
     model: Path
     directory: Path
     topics: RunTopics = field(init=False)
+    started: list[int] = field(default_factory=list)
+    """Process groups that must not outlive the test."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "topics", RunTopics(self.name))
@@ -85,19 +88,19 @@ class World:
             }
         )
 
-    def start(
-        self, config: Config, *, fault: str | None = None, log: Path | None = None
-    ) -> "subprocess.Popen[bytes]":
-        """`dora train` in a process of its own, which writes what it says to `log`."""
+    def start(self, config: Config, *, fault: str | None = None) -> "subprocess.Popen[bytes]":
+        """`dora train` in a process of its own, which appends what it says to `log`."""
         sections = config.model_dump(mode="json", exclude_defaults=True, exclude={"home"})
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / "run.toml"
         path.write_text("".join(f"{name} = {_toml(part)}\n" for name, part in sections.items()))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        # what training in this process has set would make the new one a rank of it
+        own = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+        environment = {**own, "OMP_NUM_THREADS": "1"}
         if fault is not None:
             environment["DORA_FAULT"] = fault
-        with (log or self.log).open("ab") as file:
-            return subprocess.Popen(
+        with self.log.open("ab") as file:
+            process = subprocess.Popen(
                 [sys.executable, "-m", "dora", "train", str(path)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -105,6 +108,8 @@ class World:
                 stderr=file,
                 start_new_session=True,
             )
+        self.started.append(process.pid)
+        return process
 
     @property
     def log(self) -> Path:
@@ -127,10 +132,13 @@ class World:
 
 
 @pytest.fixture
-def world(settings: ClusterSettings, run_name: str, model: Path, tmp_path: Path) -> World:
+def world(settings: ClusterSettings, run_name: str, model: Path, tmp_path: Path) -> Iterator[World]:
     world = World(settings, run_name, model, tmp_path / "runs")
     TopicAdmin(settings).create(topic_plan(world.config()))
-    return world
+    yield world
+    for group in world.started:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
 
 
 def trajectory(

@@ -236,7 +236,7 @@ class LedgerWriter:
                         transaction.send(self._topics.policies, policy, key=key, partition=0)
                     if read:
                         transaction.send_offsets(f"{self._run}.trainer", read)
-                    faults.point("trainer.inside_transaction")
+                    faults.point("trainer.inside_transaction", transaction.flush)
             except TransactionAbortedError as error:
                 if attempt == COMMIT_ATTEMPTS:
                     raise

@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 READ_SECONDS = 300.0
 """How long to wait for trajectories that are in the log."""
 
+FAR = 500
+"""Records that are read past rather than skipped with a new request."""
+
 Place = tuple[int, int]
 
 
@@ -76,6 +79,8 @@ def fetch_trajectories(
                 )
             if not missing:
                 del wanted[message.partition]
+            elif min(missing) - message.offset > FAR:
+                reader.assign({(topic, message.partition): min(missing)})
         if wanted and time.monotonic() > until:
             partition, offsets = next(iter(wanted.items()))
             raise DeadlineError(

@@ -109,10 +109,14 @@ def test_a_clean_run_is_proved(
     assert report["groups_trained"] == 4
     assert report["groups_outstanding"] == 2
     assert report["max_staleness"] == 1
+    assert report["conserved"] is True
     assert set(report["violations"].values()) == {0}
     people = invoke(settings, topics.run)
     assert people.exit_code == 0
     assert "every rule was kept" in people.output
+    assert "conserved: started = trained + set aside + outstanding" in " ".join(
+        people.output.split()
+    )
 
 
 def test_a_violation_ends_with_exit_code_1_and_a_sentence(

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.protocol.coordinator import ModelCoordinator
-from tests.protocol.log import Crash
+from tests.protocol.log import CHUNKS, TRAJECTORIES, Crash
 from tests.protocol.run import ModelRun, Reward, signal
 from tests.protocol.trainer import ModelTrainer
 from tests.protocol.worker import ModelWorker
 
 TICKS = 150
 """Ticks in which a run on which nothing goes wrong any more must make its next steps."""
+TOPICS = (CHUNKS, TRAJECTORIES)
 WORKERS = ("w0", "w1", "w2")
 
 indices = st.integers(0, 5)
@@ -171,16 +172,16 @@ class Protocol(RuleBasedStateMachine):
             else:
                 del worker.attempts[trajectory_id]
 
-    @rule(which=indices, at_work=st.booleans(), mask=st.integers(0, 15))
-    def worker_dies(self, which: int, at_work: bool, mask: int) -> None:
-        """Of what it wrote, some partitions have all and the others nothing."""
+    @rule(which=indices, turns=st.integers(0, 4), saved=st.sets(st.sampled_from(TOPICS)))
+    def worker_dies(self, which: int, turns: int, saved: set[str]) -> None:
+        """Amid its work; what it wrote to some topics was not acknowledged yet, and is gone."""
         worker = self.worker(which)
         if worker is None:
             return
-        if at_work:
+        for _ in range(turns):
             self.run.work(worker)
-        for index, place in enumerate(list(worker.outbox)):
-            if mask >> index % 4 & 1:
+        for place in list(worker.outbox):
+            if place[0] in saved:
                 worker.acknowledge(place)
         self.run.workers.remove(worker)
 
@@ -280,7 +281,7 @@ class Protocol(RuleBasedStateMachine):
 
 TestProtocol = Protocol.TestCase
 TestProtocol.settings = settings(
-    max_examples=int(os.environ.get("DORA_MODEL_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("DORA_MODEL_EXAMPLES", "100")),
     stateful_step_count=int(os.environ.get("DORA_MODEL_STEPS", "60")),
     deadline=None,
     suppress_health_check=list(HealthCheck),

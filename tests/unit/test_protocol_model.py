@@ -256,14 +256,17 @@ class Protocol(RuleBasedStateMachine):
             assert report.max_staleness <= self.run.window.max_staleness
 
     def teardown(self) -> None:
-        """Whatever happened: once nothing goes wrong any more, the run goes on to its end, be it
-        with one worker."""
+        """Whatever happened: once nothing goes wrong any more, the run goes on, be it with one
+        worker."""
         if not hasattr(self, "run") or sys.exception() is not None:
             return  # it failed already
         run = self.run
         if not run.trainers:
             run.start_trainer()
-        for name in self.names if self.all_return else self.names[:1]:
+        if not self.all_return:  # the others are gone for good, with all that they hold
+            self.names = self.names[:1]
+            run.workers = [worker for worker in run.workers if worker.name in self.names]
+        for name in self.names:
             # an older incarnation that still lives is of no use: it will be told to stop
             if not any(worker.incarnation == run.latest[name] for worker in run.workers):
                 run.start_worker(name)

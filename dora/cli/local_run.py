@@ -256,15 +256,19 @@ class LocalRun:
         """Kill a process that has been silent for longer than any call to Kafka may take.
 
         librdkafka has calls that never return once their broker was lost in the middle. While
-        nobody is heard, it is the cluster that is away, and killing would not help.
+        nobody is heard, it is the cluster that is away, and killing would not help. One that has
+        not spoken since it was started is given the time to load.
         """
-        limit = self._config.rollout.heartbeat_timeout_seconds
-        limit += self._config.kafka.request_timeout_seconds
+        rollout = self._config.rollout
         if not any(process.alive for process in snapshot.processes):
             return
         for process in snapshot.processes:
-            silence = min(process.age_seconds, supervisor.running_seconds(process.process))
-            if process.silent and not process.ended and silence > limit:
+            running = supervisor.running_seconds(process.process)
+            spoken = process.age_seconds < running
+            allowed = rollout.heartbeat_timeout_seconds if spoken else rollout.load_timeout_seconds
+            silence = min(process.age_seconds, running)
+            hung = silence > allowed + self._config.kafka.request_timeout_seconds
+            if hung and process.silent and not process.ended:
                 supervisor.end_hung(process.process, f"it has been silent for {silence:.0f} s")
 
     def _keep_broker(self, display: Display) -> None:

@@ -163,7 +163,7 @@ def assess(
     """
     coordinating = any(process.role == "coordinator" and process.alive for process in processes)
     if steps_target is not None and newest >= steps_target and not (evaluating or coordinating):
-        return "complete", ()
+        return "complete", _stranded(processes)
     if launched_ms is not None:
         processes = [p for p in processes if time_ms - 1000 * p.age_seconds >= launched_ms]
     launching = launched_ms is not None and time_ms - launched_ms < 1000 * _FIRST_STEP_SECONDS
@@ -188,6 +188,17 @@ def assess(
     if expected or started_ms is None:
         return "starting", tuple(f"waiting for the {role} process" for role in expected)
     return "running", ()
+
+
+def _stranded(processes: Sequence[ProcessView]) -> tuple[str, ...]:
+    """Workers that a complete run has left behind: it is the coordinator that ends them."""
+    left = [p.process for p in processes if p.role == "rollout" and p.alive]
+    if not left:
+        return ()
+    return (
+        f"{', '.join(left)} still waits for commands and no coordinator lives: the next "
+        "`dora coordinator` tells it to stop",
+    )
 
 
 def _missing(processes: Sequence[ProcessView], absent: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from dora.bus.topics import TopicAdmin, topic_plan
+from dora.config import Config
 from dora.schemas.records import Policy
 from dora.weights.store import WeightStore
 from dora.weights.tensors import read_tensors
@@ -46,6 +47,17 @@ def rank_pids(world: World) -> dict[int, int]:
     return {int(rank): int(pid) for rank, pid in found}
 
 
+def assert_gone(world: World) -> None:
+    pids = rank_pids(world)
+    assert len(pids) == 2 and not any(map(psutil.pid_exists, pids.values()))
+
+
+def named(config: Config, world: World) -> Config:
+    """The same configuration for another run."""
+    run = config.run.model_copy(update={"name": world.name, "directory": world.directory})
+    return config.model_copy(update={"run": run})
+
+
 def alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Adam's first updates are lr * sign(g) where |g| >> eps: compared where it is."""
     assert found.keys() == expected.keys()
@@ -54,38 +66,42 @@ def alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
         assert close.float().mean() > 0.99, name
 
 
-def test_two_ranks_train_what_one_trains_and_a_killed_one_changes_nothing(world: World) -> None:
+def test_two_ranks_train_what_one_trains_and_end_when_asked_to(world: World) -> None:
+    options: dict[str, Any] = {"checkpoint_every": 2, "max_tokens_per_micro_batch": 24}
+    with fed(world):
+        world.train(world.config(steps=2, **options))
+        after_two = newest(world)
+        world.train(world.config(steps=4, **options))
+    plain = another(world, "plain")
+    with fed(plain, most=4):
+        process = plain.start(plain.config(steps=4, ranks=2, **options))
+        wait_for(lambda: len(plain.steps()) == 2, SECONDS)
+        process.send_signal(signal.SIGTERM)
+        finish(plain, process)
+    assert "stopped between two steps: version 2" in plain.log.read_text()
+    assert_gone(plain)
+    alike(newest(plain)[1], after_two[1])
+    assert [s.trained for s in plain.steps()] == [s.trained for s in world.steps()][:2]
+
+
+def test_a_killed_rank_ends_all_and_the_redo_is_bit_identical(world: World) -> None:
     options: dict[str, Any] = {"checkpoint_every": 2, "max_tokens_per_micro_batch": 24}
     with fed(world):
         world.train(world.config(steps=4, **options))
-    checksums, weights = {}, {}
-    for name, zero in (("plain", {}), ("zero", ZERO)):
-        run = another(world, name)
-        with fed(run):
-            finish(run, run.start(run.config(steps=4, ranks=2, deepspeed=zero, **options)))
-        checksums[name], weights[name] = newest(run)
-        alike(weights[name], newest(world)[1])
-        assert [s.trained for s in run.steps()] == [s.trained for s in world.steps()]
+    config = world.config(steps=4, ranks=2, deepspeed=ZERO, **options)
+    whole = another(world, "whole")
+    with fed(whole):
+        finish(whole, whole.start(named(config, whole)))
+    alike(newest(whole)[1], newest(world)[1])
     killed = another(world, "killed")
-    config = killed.config(steps=4, ranks=2, deepspeed=ZERO, **options)
     with fed(killed, most=6):
-        process = killed.start(config)
+        process = killed.start(named(config, killed))
         wait_for(lambda: len(killed.steps()) == 3, SECONDS)
         psutil.Process(rank_pids(killed)[1]).kill()
         finish(killed, process, 1)
     assert re.search(r"rank 1 of 2 \(pid \d+ on .*\) ended without a word", killed.log.read_text())
-    assert not any(psutil.pid_exists(pid) for pid in rank_pids(killed).values())
+    assert_gone(killed)
     with fed(killed):
-        finish(killed, killed.start(config))
+        finish(killed, killed.start(named(config, killed)))
     assert "1 steps redone from the log" in killed.log.read_text()
-    assert newest(killed)[0] == checksums["zero"]
-
-
-def test_ranks_end_between_two_steps_when_asked_to(world: World) -> None:
-    with fed(world, most=2):
-        process = world.start(world.config(steps=3, ranks=2))
-        wait_for(lambda: len(world.steps()) == 1, SECONDS)
-        process.send_signal(signal.SIGTERM)
-        finish(world, process)
-    assert len(world.steps()) == 1 and "stopped between two steps" in world.log.read_text()
-    assert not any(psutil.pid_exists(pid) for pid in rank_pids(world).values())
+    assert newest(killed)[0] == newest(whole)[0]

@@ -3,15 +3,19 @@
 #
 # make setup TORCH=cpu    takes the smaller CPU build of torch (needs internet access beyond PyPI)
 # make demo  CONFIG=...   another run configuration
+# make chaos SEED=1 FAULTS=300 ENGINE=emulated|vllm   kill and freeze everything, prove nothing lost
 
 PYTHON ?= python3
 TORCH  ?= pypi
 CONFIG ?= examples/spell_backward.toml
+SEED   ?= 0
+FAULTS ?= 20
+ENGINE ?= emulated
 BIN    := .venv/bin
 UV     := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: setup demo test test-unit check format docs requirements clean
+.PHONY: setup demo chaos test test-unit check format docs requirements clean
 
 setup: .venv/ready .venv/jars
 
@@ -41,10 +45,16 @@ endif
 demo: setup
 	$(BIN)/dora run $(CONFIG)
 
-# Two sessions: vLLM and DeepSpeed each want the process group of their process for themselves.
+# Writes chaos-report.json.
+chaos: setup
+	$(BIN)/python -m tests.chaos --seed $(SEED) --faults $(FAULTS) --engine $(ENGINE)
+
+# Sessions of their own: vLLM and DeepSpeed each want the process group of their process for
+# themselves, and a chaos run wants the machine.
 test: setup
 	$(BIN)/python -m pytest tests/unit tests/integration -m "not vllm"
 	$(BIN)/python -m pytest tests/integration -m vllm
+	$(BIN)/python -m pytest tests/chaos --timeout=600
 
 test-unit: .venv/ready
 	$(BIN)/python -m pytest tests/unit

@@ -29,10 +29,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, help="scratch directory, kept afterwards")
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("dora.kafka").setLevel(logging.CRITICAL)  # the broker is a victim
     signal.signal(signal.SIGTERM, _terminated)
     directory = given.directory or Path(tempfile.mkdtemp(prefix="dora-chaos-"))
     campaign = Campaign(directory, PROFILES[given.engine], given.seed, given.faults)
-    findings = campaign.run()
+    try:
+        findings = campaign.run()
+    except KeyboardInterrupt:
+        if given.directory is None:
+            shutil.rmtree(directory)
+        raise
     report = findings.to_json()
     given.report.write_text(json.dumps(report, indent=2) + "\n")
     lines = [*summary(report), f"report: {given.report}"]

@@ -119,6 +119,8 @@ class Profile:
     """How long the run may take to recover from a fault, or a process to pass a point."""
     at_once: int
     """Victims that are struck at the same time, at most."""
+    modules: tuple[str, ...]
+    """What the processes need and is imported once for all of them."""
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -158,6 +160,19 @@ PROFILES: Mapping[str, Profile] = {
         transaction_timeout=5.0,
         patience=120.0,
         at_once=3,
+        modules=(
+            "deepspeed",
+            "transformers.models.auto.tokenization_auto",
+            "transformers.models.auto.modeling_auto",
+            "transformers.models.qwen2.modeling_qwen2",
+            "dora.consumers.trainer",
+            "dora.producers.coordinator",
+            "dora.producers.rollout",
+            "dora.producers.engines.emulated",
+            "dora.cli.train",
+            "dora.cli.coordinator",
+            "dora.cli.rollout",
+        ),
     ),
     "vllm": Profile(
         engine="vllm",
@@ -176,5 +191,6 @@ PROFILES: Mapping[str, Profile] = {
         transaction_timeout=10.0,
         patience=400.0,
         at_once=2,
+        modules=("dora.cli.main",),
     ),
 }

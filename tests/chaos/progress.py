@@ -6,7 +6,7 @@ that what the victim does is being done again:
 - trainer: a committed training step;
 - coordinator: an admission or a command;
 - worker: a finished trajectory that the victim held when it was struck (finished by whoever took it
-  over), or one by the worker itself;
+  over), or one by the worker itself or by its successor;
 - broker: any of these.
 
 Seconds are counted from the fault (from the start of a freeze) until the record is seen, so that
@@ -15,11 +15,11 @@ they hold the detection, the restart, and the time that reading takes.
 Invariant: nothing that was written before a fault ever ends it.
 """
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from dora.bus import Message
-from dora.schemas.records import Admission, Command, Record, Step, Trajectory
+from dora.schemas.records import Admission, Command, Record, Status, Step, Trajectory
 from tests.chaos.plan import Victim
 
 
@@ -30,7 +30,8 @@ class Awaited:
 
     number: int
     victim: Victim
-    process: str
+    names: Set[str]
+    """A worker's id, and that of its successor."""
     at: float
     at_ms: int
     lost: Set[str]
@@ -49,7 +50,7 @@ class Awaited:
                 return isinstance(record, Admission | Command)
             case "worker":
                 return isinstance(record, Trajectory) and (
-                    record.trajectory_id in self.lost or record.worker == self.process
+                    record.trajectory_id in self.lost or record.worker in self.names
                 )
             case "broker":
                 return True
@@ -57,7 +58,7 @@ class Awaited:
 
 @dataclass(slots=True)
 class Progress:
-    """Folds the run's messages. Reads dispatch, trajectories and steps, each partition in order."""
+    """Folds the messages of dispatch, trajectories, steps and workers."""
 
     newest: int = -1
     """Newest committed version, -1 before the first."""
@@ -74,12 +75,14 @@ class Progress:
     surplus: int = 0
     """Finished records that came after the one that counts."""
     last_at: float = 0.0
-    """When something was last seen."""
+    """When something else than a heartbeat was last seen."""
     awaited: list[Awaited] = field(default_factory=list)
     recovered: dict[int, float] = field(default_factory=dict)
     """Seconds to recover, by number of the fault."""
     holders: dict[str, str] = field(default_factory=dict)
     """Worker that each unfinished trajectory was last sent to."""
+    heard: set[int] = field(default_factory=set)
+    """Process ids that have spoken."""
     _started: set[str] = field(default_factory=set)
     _finished: set[str] = field(default_factory=set)
     _settled: set[str] = field(default_factory=set)
@@ -88,15 +91,18 @@ class Progress:
         """Trajectories that are lost if the worker is struck now."""
         return frozenset(name for name, holder in self.holders.items() if holder == worker)
 
-    def struck(self, number: int, victim: Victim, process: str, now: float, now_ms: int) -> None:
-        """A fault was made."""
-        lost = self.lost_by(process) if victim == "worker" else frozenset()
-        self.awaited.append(Awaited(number, victim, process, now, now_ms, lost))
+    def struck(
+        self, number: int, victim: Victim, names: Sequence[str], now: float, now_ms: int
+    ) -> None:
+        """A fault was made; `names` are the victim's and its successor's."""
+        lost = self.lost_by(names[0]) if victim == "worker" else frozenset()
+        self.awaited.append(Awaited(number, victim, frozenset(names), now, now_ms, lost))
 
     def take(self, message: Message, now: float) -> list[int]:
         """Fold one message; returns the numbers of the faults that it ends."""
         record = message.value
-        self.last_at = now
+        if not isinstance(record, Status):
+            self.last_at = now
         match record:
             case Admission() if record.purpose == "train":
                 self.ordinals.append(record.ordinal)
@@ -113,6 +119,8 @@ class Progress:
                 for ref in (*record.trained, *record.set_aside):
                     self._settled.add(ref.group_id)
                     self.outstanding.discard(ref.group_id)
+            case Status():
+                self.heard.add(record.pid)
             case _:
                 return []
         ended = [each for each in self.awaited if each.ended_by(record)]

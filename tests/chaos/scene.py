@@ -15,6 +15,7 @@ import psutil
 
 from dora.bus import ClusterSettings, TopicAdmin, cluster_settings, topic_plan
 from dora.bus.broker import BrokerInfo, broker_process, start_broker
+from dora.bus.broker_process import port_free
 from dora.config import Config
 from dora.config_file import KafkaOverrides, load_config
 from dora.errors import DoraError
@@ -23,6 +24,7 @@ from tests.small_run import SCORING, make_model
 
 BROKER_SECONDS = 120.0
 _HEAP_MB = 320
+_PORT_SECONDS = 30.0
 _WORDS = ("sun", "moon", "star", "sky", "rain", "snow", "wind", "sea")
 
 
@@ -55,6 +57,10 @@ class Scene:
         """The broker's address, which stays the same over its restarts."""
         assert self._info is not None
         return self._info.bootstrap_servers
+
+    @property
+    def _port(self) -> int:
+        return int(self.address.rpartition(":")[2])
 
     @property
     def settings(self) -> ClusterSettings:
@@ -102,6 +108,10 @@ class Scene:
         return None if self._failure is None else self._failure.message
 
     def _start_again(self) -> None:
+        deadline = time.monotonic() + _PORT_SECONDS
+        # The killed process holds it until the kernel has let go of all its memory.
+        while not port_free(self._port) and time.monotonic() < deadline:
+            time.sleep(0.02)
         try:
             info = start_broker(
                 self.broker_directory, heap_mb=_HEAP_MB, deadline_seconds=BROKER_SECONDS

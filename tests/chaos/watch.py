@@ -15,12 +15,15 @@ _END_SECONDS = 60.0
 
 
 class Watch:
-    """Reads ledger, dispatch and trajectories from their start."""
+    """Reads ledger, dispatch, trajectories and heartbeats from their start."""
 
     def __init__(self, config: Config, settings: ClusterSettings) -> None:
         topics = RunTopics(config.run.name)
         self._settings = settings
-        self._positions: dict[Partition, int] = {(topics.steps, 0): BEGINNING}
+        self._positions: dict[Partition, int] = {
+            (topics.steps, 0): BEGINNING,
+            (topics.workers, 0): BEGINNING,
+        }
         for number in range(config.kafka.dispatch_partitions):
             self._positions[topics.dispatch, number] = BEGINNING
         for number in range(config.window.ring * config.kafka.lanes):

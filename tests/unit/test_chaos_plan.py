@@ -19,6 +19,7 @@ from dora.schemas.records import (
     pack_logprobs,
     pack_tokens,
 )
+from tests.chaos.agenda import Agenda
 from tests.chaos.plan import VICTIMS, Fault, Mix, plan, points_of, shares
 from tests.chaos.profiles import PROFILES
 from tests.chaos.progress import Progress
@@ -117,7 +118,7 @@ def test_freezes_outlast_the_timeouts() -> None:
 
 def test_a_trainer_has_recovered_with_the_next_step_that_was_made_after_the_fault() -> None:
     progress = Progress()
-    progress.struck(7, "trainer", "trainer", now=10.0, now_ms=1_000)
+    progress.struck(7, "trainer", ["trainer"], now=10.0, now_ms=1_000)
     assert fold(progress, step(1, 999), 11.0) == []
     assert fold(progress, step(1, 1_500, kind="set_aside"), 12.0) == []
     assert fold(progress, start("g0/0", "w0", 1_500), 13.0) == []
@@ -130,20 +131,20 @@ def test_a_worker_has_recovered_with_what_it_lost_or_with_its_next_trajectory() 
     progress = Progress()
     fold(progress, start("g0/0", "w0", 1), 1.0)
     fold(progress, start("g1/0", "w1", 1), 1.0)
-    progress.struck(0, "worker", "w0", now=10.0, now_ms=1_000)
-    progress.struck(1, "worker", "w1", now=10.0, now_ms=1_000)
+    progress.struck(0, "worker", ["w0"], now=10.0, now_ms=1_000)
+    progress.struck(1, "worker", ["w1", "w1-1"], now=10.0, now_ms=1_000)
     assert fold(progress, trajectory("g9/0", "w2", 1_100), 11.0) == []
     assert fold(progress, start("g0/0", "w2", 1_100, attempt=1), 11.5) == []
     assert fold(progress, trajectory("g0/0", "w2", 1_200, resumed_tokens=2), 12.0) == [0]
-    assert fold(progress, trajectory("g5/0", "w1", 1_300), 13.0) == [1]
+    assert fold(progress, trajectory("g5/0", "w1-1", 1_300), 13.0) == [1]
     assert progress.takeovers == 1
     assert progress.resumed_tokens == 2
 
 
 def test_a_coordinator_has_recovered_with_a_decision_and_a_broker_with_any_record() -> None:
     progress = Progress()
-    progress.struck(0, "coordinator", "coordinator", now=0.0, now_ms=1_000)
-    progress.struck(1, "broker", "broker", now=0.0, now_ms=1_000)
+    progress.struck(0, "coordinator", ["coordinator"], now=0.0, now_ms=1_000)
+    progress.struck(1, "broker", ["broker"], now=0.0, now_ms=1_000)
     assert fold(progress, trajectory("g0/0", "w0", 1_001), 2.0) == [1]
     assert fold(progress, admission(0, 1_002), 3.0) == [0]
     assert progress.recovered == {0: 3.0, 1: 2.0}
@@ -258,3 +259,68 @@ def test_a_run_that_failed_early_still_has_a_report() -> None:
     assert report["violations"] is None and not report["conserved"]
     assert not report["redo_identical"] and report["recovery_seconds_max"] is None
     assert "failure: no broker" in summary(report)
+
+
+def fault(number: int, process: str, point: Any = None, delay: float = 0.0) -> Fault:
+    victim: Any = "worker" if process.startswith("w") else process
+    kind: Any = "point" if point else "kill"
+    return Fault(number, victim, process, kind, "kill", point, 1, delay, "none", 0.0)
+
+
+def test_a_victim_that_is_not_well_is_left_alone_and_overtaken_by_the_next() -> None:
+    first, second, third = fault(0, "trainer"), fault(1, "trainer"), fault(2, "w0")
+    agenda = Agenda([first, second, third], at_once=2)
+    agenda.begin(("trainer", "w0"), now=0.0)
+    assert agenda.take(set(), 0.0) is first
+    agenda.made(first)
+    assert agenda.take({"trainer"}, 0.0) is third
+    agenda.made(third)
+    assert agenda.take({"trainer", "w0"}, 0.0) is None
+    agenda.settle({"w0"}, 5.0)
+    assert agenda.take({"w0"}, 5.0) is second
+    assert agenda.done
+
+
+def test_a_fault_waits_for_its_delay_after_its_victim_has_become_well() -> None:
+    first, second = fault(0, "w0", delay=1.0), fault(1, "w0", delay=2.0)
+    agenda = Agenda([first, second], at_once=1)
+    agenda.begin(("w0",), now=10.0)
+    assert agenda.take(set(), 10.9) is None
+    assert agenda.take(set(), 11.0) is first
+    agenda.made(first)
+    agenda.settle(set(), 20.0)
+    assert agenda.take(set(), 21.9) is None
+    assert agenda.take(set(), 22.0) is second
+
+
+def test_no_more_victims_are_struck_at_once_than_wanted_armed_ones_aside() -> None:
+    armed, kill, late = (
+        fault(0, "trainer", "trainer.weights_stored"),
+        fault(1, "w0"),
+        fault(2, "w1"),
+    )
+    agenda = Agenda([armed, kill, late], at_once=1)
+    agenda.begin(("trainer", "w0", "w1"), now=0.0)
+    assert agenda.take(set(), 0.0) is armed
+    assert agenda.take({"trainer"}, 0.0) is kill
+    agenda.made(kill)
+    assert agenda.take({"trainer", "w0"}, 0.0) is None
+
+
+def test_a_process_that_starts_anyway_is_armed_with_its_next_fault_until_that_has_happened() -> (
+    None
+):
+    kill, point = fault(0, "trainer"), fault(1, "trainer", "trainer.inside_transaction")
+    agenda = Agenda([kill, point], at_once=3)
+    agenda.begin(("trainer",), now=0.0)
+    assert agenda.arm("trainer", 0.0) is None  # the kill comes first
+    assert agenda.take(set(), 0.0) is kill
+    agenda.made(kill)
+    assert agenda.arm("trainer", 1.0) is point
+    assert agenda.arm("trainer", 2.0) is point  # it ended for another reason before
+    assert not agenda.done
+    assert agenda.overdue(10.0, seconds=20.0) is None
+    assert agenda.overdue(30.0, seconds=20.0) is point
+    agenda.made(point)
+    assert agenda.done
+    assert agenda.arm("trainer", 3.0) is None

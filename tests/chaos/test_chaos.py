@@ -1,0 +1,23 @@
+"""A chaos run small enough for every change: twenty faults on every kind of process."""
+
+import json
+import shutil
+from pathlib import Path
+
+from tests.chaos.campaign import Campaign
+from tests.chaos.profiles import PROFILES
+from tests.chaos.report import summary
+
+FAULTS = 20
+
+
+def test_nothing_is_lost_whatever_is_killed_or_frozen(tmp_path: Path) -> None:
+    findings = Campaign(tmp_path / "run", PROFILES["emulated"], seed=0, faults=FAULTS).run()
+    report = findings.to_json()
+    told = "\n".join(summary(report))
+    assert findings.passed, f"{told}\n{json.dumps(report['list'])}"
+    assert sum(report["faults"].values()) == FAULTS, told
+    assert set(report["violations"].values()) == {0}, told
+    assert report["conserved"], told
+    assert report["redo_identical"], told
+    shutil.rmtree(tmp_path / "run")

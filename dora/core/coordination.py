@@ -104,6 +104,7 @@ class Coordination:
         self._decided_at: float | None = None
         self._zombies: dict[str, Status] = {}
         self._last_yields_sent = False
+        self._told_to_stop: set[str] = set()  # incarnations
         self._commands: list[tuple[Command, int]] = []
 
     def take(
@@ -184,8 +185,10 @@ class Coordination:
             self.roster.excuse(now)
         for identity in self.roster.lost(now):
             self._release(identity)
-        if self.state.newest < 0 or self.stopped_at is not None:
+        if self.state.newest < 0:
             return Decision()
+        if self.stopped_at is not None:  # who speaks only now is told as well
+            return Decision(stops=self._stops(), zombies=tuple(self._zombies.values()))
         complete = self.state.newest >= self.rules.steps
         zombies = tuple(self._zombies.values())
         yields = self._superseded()
@@ -242,7 +245,8 @@ class Coordination:
                     self.unplaced.pop(record.trajectory_id, None)
         self._zombies.clear()
         self._last_yields_sent = self._last_yields_sent or decision.last_yields
-        if decision.stops:
+        self._told_to_stop.update(worker.incarnation for worker in decision.stops)
+        if decision.stops and self.stopped_at is None:
             self.stopped_at = now
 
     def _release(self, identity: str) -> None:
@@ -314,5 +318,8 @@ class Coordination:
         if self.rules.evaluation_prompts and (tally is None or tally.finished < tally.admitted):
             return ()
         return tuple(
-            member.status for member in self.roster.members() if member.status.state not in GONE
+            member.status
+            for member in self.roster.members()
+            if member.status.state not in GONE
+            and member.status.incarnation not in self._told_to_stop
         )

@@ -120,6 +120,22 @@ def test_workers_are_not_stranded_by_a_trainer_that_ends_first() -> None:
     proved(run)
 
 
+def test_a_worker_that_comes_back_when_the_run_is_complete_is_told_too() -> None:
+    run = started("w0", "w1", staleness=1, batch=1, group=1, steps=2)
+    go_on(run, 1)
+    old, dead = run.workers
+    run.start_worker("w0")
+    go_on(run, 2, frozen=4)
+    run.workers.remove(dead)  # it never confirms, so the coordinator waits for a while
+    while run.coordinators[0].core.stopped_at is None:
+        run.tick(frozen=4)
+    run.tick(frozen=4)
+    assert run.workers == [old]
+    for _ in range(5):
+        run.tick()
+    assert not run.workers
+
+
 def test_a_worker_that_silently_never_returns_holds_nobody_up() -> None:
     run = started("w0", "w1", staleness=1, batch=2, group=2)
     while not any(len(a.tokens) >= 2 for a in run.workers[0].attempts.values()):

@@ -6,7 +6,7 @@ that what the victim does is being done again:
 - trainer: a committed training step;
 - coordinator: an admission or a command;
 - worker: a finished trajectory that the victim held when it was struck (finished by whoever took it
-  over), or one by the worker itself or by its successor;
+  over), or one by the worker itself or by its successor; where it held none, its next word;
 - broker: any of these.
 
 Seconds are counted from the fault (from the start of a freeze) until the record is seen, so that
@@ -39,6 +39,9 @@ class Awaited:
 
     def ended_by(self, record: Record) -> bool:
         """Whether the record shows that the run has recovered."""
+        if isinstance(record, Status):
+            silent = self.victim == "worker" and not self.lost
+            return silent and record.process in self.names and record.created_ms > self.at_ms
         if not isinstance(record, Step | Admission | Command | Trajectory):
             return False
         if record.created_ms <= self.at_ms:

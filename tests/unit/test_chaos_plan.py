@@ -13,6 +13,7 @@ from dora.schemas.records import (
     GroupRef,
     Record,
     Sampling,
+    Status,
     Step,
     Trajectory,
     VersionRun,
@@ -58,6 +59,10 @@ def step(version_out: int, created_ms: int, *groups: str, kind: Any = "step") ->
     return Step(
         "r", kind, 0, version_out - 1, version_out, refs, (), {}, "sum", None, "t", created_ms
     )
+
+
+def status(process: str, created_ms: int) -> Status:
+    return Status("r", process, "rollout", "i", "ready", created_ms, pid=created_ms)
 
 
 def fold(progress: Progress, record: Record, now: float) -> list[int]:
@@ -139,6 +144,17 @@ def test_a_worker_has_recovered_with_what_it_lost_or_with_its_next_trajectory() 
     assert fold(progress, trajectory("g5/0", "w1-1", 1_300), 13.0) == [1]
     assert progress.takeovers == 1
     assert progress.resumed_tokens == 2
+
+
+def test_a_worker_that_held_nothing_has_recovered_when_it_speaks_again() -> None:
+    progress = Progress()
+    progress.struck(0, "worker", ["w0", "w0-0"], now=10.0, now_ms=1_000)
+    assert fold(progress, status("w0", 1_000), 11.0) == []
+    assert fold(progress, status("w1", 1_100), 12.0) == []
+    assert fold(progress, status("w0-0", 1_200), 13.0) == [0]
+    fold(progress, start("g0/0", "w1", 1_300), 14.0)
+    progress.struck(1, "worker", ["w1"], now=20.0, now_ms=2_000)
+    assert fold(progress, status("w1", 2_100), 21.0) == []
 
 
 def test_a_coordinator_has_recovered_with_a_decision_and_a_broker_with_any_record() -> None:

@@ -1,18 +1,27 @@
 """The trainer's own account of itself, in the workers topic.
 
 Invariant: while the trainer works, no more than about a heartbeat passes between two of its Status
-records, whatever it does in between (it is called from within long steps).
+records, whatever it does in between: it is called from within long steps, and by a thread of its
+own through calls that do not come back for a while, such as a write to a slow disk. That thread
+gives up after a limit, so that a call that never returns shows as silence.
 """
 
+import logging
 import os
 import socket
+import threading
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from dora.bus.topics import RunTopics
 from dora.bus.writer import LogWriter
 from dora.config import Config
+from dora.errors import BusError
 from dora.schemas.records import ProcessState, Status
+
+log = logging.getLogger(__name__)
 
 PROCESS = "trainer"
 
@@ -32,6 +41,8 @@ class Heartbeat:
         self._state: ProcessState = "starting"
         self._message = ""
         self._sent_at = float("-inf")
+        self._limit = config.rollout.load_timeout_seconds
+        self._lock = threading.Lock()
 
     def say(self, state: ProcessState, message: str) -> None:
         """Change state; a change is sent at once, a new message with the next heartbeat."""
@@ -39,8 +50,36 @@ class Heartbeat:
         self._state, self._message = state, message
         self.beat(force=changed)
 
+    @contextmanager
+    def through(self, message: str) -> Iterator[None]:
+        """Beat on through the block, which may not return to do so itself, for as long as
+        `rollout.load_timeout_seconds`. The writer is used for nothing else in it."""
+        self.say(self._state, message)
+        done = threading.Event()
+
+        def beat_on() -> None:
+            until = time.monotonic() + self._limit
+            while not done.wait(self._interval) and time.monotonic() < until:
+                try:
+                    self.beat()
+                except BusError as error:  # raised again by the next beat of the trainer itself
+                    log.warning("no heartbeat: %s", error.message)
+                    return
+
+        thread = threading.Thread(target=beat_on, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join(self._limit)
+
     def beat(self, *, force: bool = False) -> None:
         """Send a Status if one is due."""
+        with self._lock:
+            self._beat(force=force)
+
+    def _beat(self, *, force: bool) -> None:
         now = time.monotonic()
         if not force and now - self._sent_at < self._interval:
             return

@@ -182,7 +182,8 @@ class Trainer:
     def _begin(self) -> None:
         """Begin the run: publish version 0 and commit the ledger's first record with it."""
         self._publisher.prune(0)
-        policy = self._publisher.publish(0)
+        with self._heartbeat.through("storing version 0"):
+            policy = self._publisher.publish(0)
         started = RunStarted(
             run=self._run,
             run_id=uuid.uuid4().hex,
@@ -242,9 +243,10 @@ class Trainer:
         places = places_of([prepared.ref for prepared in decision.batch])
         metrics = self._learner.update(groups, version, probes, places)
         publish_from = time.monotonic()
-        policy = self._publisher.publish(version + 1)
-        # after an accepted difference no later redo should have to go through it again
-        checkpoint = self._publisher.write_checkpoint(policy, forced=self._accepted is not None)
+        with self._heartbeat.through(f"storing version {version + 1}"):
+            policy = self._publisher.publish(version + 1)
+            # after an accepted difference no later redo should have to go through it again
+            checkpoint = self._publisher.write_checkpoint(policy, forced=self._accepted is not None)
         now = time.monotonic()
         surplus = self._state.counters.duplicates + self._state.counters.late
         metrics |= {

@@ -144,6 +144,7 @@ class Coordination:
                 for group in (*record.trained, *record.set_aside):
                     for sample in range(self.rules.group_size):
                         self._finished(trajectory_id(group.group_id, sample))
+                self._give_up_departed()
             case _:
                 pass
 
@@ -251,22 +252,27 @@ class Coordination:
 
     def _release(self, identity: str) -> None:
         """Puts a trajectory without a holder up for placement or, if it was begun before, for a
-        scan of its chunks.
-
-        An evaluation of a version that left the window is given up: its slot is somebody else's.
-        """
+        scan of its chunks."""
         group_id, sample = parse_trajectory_id(identity)
         group = self.state.groups.get(group_id)
         if group is None or sample in group.samples:
             return
         if group.version < self.rules.window.oldest_live(self.state.newest):
-            return
+            return  # see `_give_up_departed`
         attempt = self.roster.next_attempt(identity)
         work = Unplaced(group_id, sample, group.version, group.ordinal, group.purpose, attempt)
         if attempt == 0:
             self.unplaced[identity] = work
         else:
             self.scans[identity] = work
+
+    def _give_up_departed(self) -> None:
+        """Evaluations of versions that left the window are given up: their slots are somebody
+        else's, and no worker loads such a version any more."""
+        oldest = self.rules.window.oldest_live(self.state.newest)
+        for waiting in (self.unplaced, self.scans):
+            for identity in [i for i, work in waiting.items() if work.version < oldest]:
+                del waiting[identity]
 
     def _finished(self, identity: str) -> None:
         self.roster.finished(identity)

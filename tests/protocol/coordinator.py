@@ -77,7 +77,7 @@ class ModelCoordinator:
             self.core.state.begin_at(oldest)
         self.reader.positions |= starts
         self.reader.positions[STATUSES] = 0
-        for place in (LEDGER, STATUSES, *places[1:]):
+        for place in (LEDGER, POLICIES, STATUSES, *places[1:]):
             self.take(place, now, live=False)
         if oldest > 0 and self.core.state.next_ordinal == 0:
             earlier = self.log.partitions[JOURNAL][: starts[JOURNAL]]

@@ -7,10 +7,13 @@ from dataclasses import replace
 
 from dora.consumers.planner import NO_SIGNAL
 from dora.core.audit_report import AuditReport
+from dora.core.coordination import Coordination, Rules
+from dora.core.window import Window
 from dora.schemas.records import Admission, Command, Status, Step, Trajectory
 from tests.protocol.log import DISPATCH, JOURNAL, STATUSES, TRAJECTORIES
 from tests.protocol.run import HEARTBEAT_TIMEOUT, ModelRun
 from tests.protocol.worker import ModelWorker
+from tests.run_records import admission, run_started, step
 
 TICKS = 120
 
@@ -266,3 +269,20 @@ def test_a_prompt_slower_than_the_bound_is_trained_and_never_discarded() -> None
     assert report.groups_set_aside == 0
     assert int(slow.partition("/")[0][1:]) in trained(run)
     assert report.max_staleness == 1
+
+
+def test_an_evaluation_whose_version_has_left_the_window_holds_nobody_up() -> None:
+    """No worker loads such a version any more, so none may be asked to."""
+    core = Coordination(Rules(Window(0, 1), 1, 9, evaluation_every=1, evaluation_prompts=1), "me")
+    core.take(run_started(), 0, 0, now=0.0)
+    decision = core.decide(0.0)
+    (due,) = decision.evaluations
+    records = [replace(admission(due.ordinal, due.version, purpose="eval"), group_id=due.group_id)]
+    core.committed(decision, records, 0.0)
+    assert list(core.unplaced) == ["e0-0/0"]
+    group = admission(0, 0)
+    core.take(group, 0, 1, now=0.0, live=False)
+    places = {f"g0/{sample}": (0, sample) for sample in range(group.group_size)}
+    core.take(step(0, 0, [group], places), 0, 1, now=0.0)
+    assert core.state.newest == 1
+    assert not core.unplaced and not core.scans

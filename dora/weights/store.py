@@ -67,7 +67,7 @@ def flush_directory(directory: Path) -> None:
 def storage_error(what: str, place: str, error: OSError) -> WeightsError:
     """A WeightsError that tells what to do about a full or read-only disk."""
     hint = None
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         hint = "Free space there, or lower weights.keep and trainer.keep_checkpoints; then start "
         hint += "the trainer again: nothing that was committed is lost."
     elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):

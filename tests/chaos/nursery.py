@@ -5,10 +5,12 @@ of restarts that would be most of a chaos run. A forked process runs the same `d
 its beginning, in a process group and with an environment of its own.
 
 The harness writes one JSON object a line: `number`, `arguments`, `environment`, `log`. The nursery
-answers `{"number": ..., "pid": ...}`, and `{"pid": ..., "code": ...}` when a process has ended.
+answers `{"number": ..., "pid": ...}`, and `{"pid": ..., "code": ...}` when a process has ended. An
+empty object says that the harness ends in order.
 
-Invariant: when the harness is gone (end of input), everything that was started here is killed. No
-thread runs in this process, so that forking it is safe.
+Invariant: when the harness is gone (end of input), everything that was started here is killed, and
+so is the run's broker if the harness did not end in order. No thread runs in this process, so that
+forking it is safe.
 """
 
 import gc
@@ -19,14 +21,19 @@ import select
 import signal
 import sys
 import threading
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+from dora.bus.broker import broker_process
 
 _TICK_SECONDS = 0.02
 
 
-def serve() -> dict[str, Any] | None:
+def serve(broker: Path) -> dict[str, Any] | None:
     """Take orders until the harness is gone; in a started process, the order that it is to run."""
     children: set[int] = set()
+    orderly = False
     buffer = b""
     while True:
         while children:
@@ -42,10 +49,15 @@ def serve() -> dict[str, Any] | None:
         if not data:
             for pid in children:
                 _kill(pid)
+            if not orderly:
+                end_broker(broker)
             return None
         *lines, buffer = (buffer + data).split(b"\n")
         for line in lines:
             order: dict[str, Any] = json.loads(line)
+            if not order:
+                orderly = True
+                continue
             pid = os.fork()
             if pid == 0:
                 _settle(order)
@@ -80,7 +92,16 @@ def _settle(order: dict[str, Any]) -> None:
     sys.argv = ["dora", *order["arguments"]]
 
 
-def main(modules: list[str]) -> None:
+def end_broker(directory: Path) -> None:
+    """Kill the broker in `directory`, in whatever state it is."""
+    pid = broker_process(directory)
+    if pid is not None:
+        for number in (signal.SIGCONT, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def main(broker: Path, modules: list[str]) -> None:
     """Import `modules`, say so with an empty object, and start what is asked for."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the harness's to handle
     for module in modules:
@@ -90,11 +111,11 @@ def main(modules: list[str]) -> None:
     gc.collect()
     gc.freeze()
     _say({})
-    if serve() is not None:
+    if serve(broker) is not None:
         # It reads its environment when it is imported.
         importlib.reload(importlib.import_module("dora.faults"))
         importlib.import_module("dora.cli.main").main()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -76,9 +76,10 @@ class Child:
 
 
 class Processes:
-    """Starts `dora` commands in `directory`, through a nursery that has imported `modules`."""
+    """Starts `dora` commands in `directory`, through a nursery that has imported `modules`;
+    `broker` is the directory of the run's broker."""
 
-    def __init__(self, directory: Path, logs: Path, modules: Sequence[str]) -> None:
+    def __init__(self, directory: Path, logs: Path, modules: Sequence[str], broker: Path) -> None:
         self._logs = logs
         self.children: list[Child] = []
         self._number = 0
@@ -86,7 +87,7 @@ class Processes:
         paths = [str(_REPOSITORY), os.environ.get("PYTHONPATH", "")]
         with (logs / "nursery.log").open("ab") as log:
             self._nursery = subprocess.Popen(
-                [sys.executable, "-m", "tests.chaos.nursery", *modules],
+                [sys.executable, "-m", "tests.chaos.nursery", str(broker), *modules],
                 cwd=directory,
                 env={**_environment(), "PYTHONPATH": os.pathsep.join(filter(None, paths))},
                 stdin=subprocess.PIPE,
@@ -151,7 +152,8 @@ class Processes:
             child.signal(signal.SIGKILL)
         self.children.clear()
         if self._nursery.stdin is not None:
-            with suppress(BrokenPipeError):
+            with suppress(BrokenPipeError, ValueError):  # gone, or closed before
+                self._nursery.stdin.write(b"{}\n")
                 self._nursery.stdin.close()
         try:
             self._nursery.wait(_KILL_SECONDS)

@@ -6,12 +6,9 @@ is closed, in whatever state it was.
 
 import json
 import os
-import signal
 import threading
 import time
 from pathlib import Path
-
-import psutil
 
 from dora.bus import ClusterSettings, TopicAdmin, cluster_settings, topic_plan
 from dora.bus.broker import BrokerInfo, broker_process, start_broker
@@ -19,6 +16,7 @@ from dora.bus.broker_process import port_free
 from dora.config import Config
 from dora.config_file import KafkaOverrides, load_config
 from dora.errors import DoraError
+from tests.chaos.nursery import end_broker
 from tests.chaos.profiles import Profile
 from tests.small_run import SCORING, make_model
 
@@ -140,13 +138,8 @@ class Scene:
         deadline = time.monotonic() + BROKER_SECONDS
         while True:
             starting = self.broker_starting
-            pid = broker_process(self.broker_directory)
-            if pid is not None:
-                for number in (signal.SIGCONT, signal.SIGKILL):
-                    try:
-                        psutil.Process(pid).send_signal(number)
-                    except psutil.NoSuchProcess:
-                        break
+            if self.broker_lives:
+                end_broker(self.broker_directory)
             elif not starting:
                 return
             if time.monotonic() > deadline:

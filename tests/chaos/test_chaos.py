@@ -1,14 +1,23 @@
 """A chaos run small enough for every change: twenty faults on every kind of process."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+
+import psutil
+import pytest
 
 from tests.chaos.campaign import Campaign
 from tests.chaos.profiles import PROFILES
 from tests.chaos.report import summary
 
 FAULTS = 20
+SECONDS = 120.0
 
 
 def test_nothing_is_lost_whatever_is_killed_or_frozen(tmp_path: Path) -> None:
@@ -20,4 +29,58 @@ def test_nothing_is_lost_whatever_is_killed_or_frozen(tmp_path: Path) -> None:
     assert set(report["violations"].values()) == {0}, told
     assert report["conserved"], told
     assert report["redo_identical"], told
+    assert processes_of(tmp_path) == []
     shutil.rmtree(tmp_path / "run")
+
+
+def processes_of(directory: Path) -> list[str]:
+    """What runs with the directory in its command line or as its own."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+            if any(str(directory) in text for text in (*words, process.cwd())):
+                found.append(" ".join(words))
+        except psutil.Error:
+            continue  # it is gone
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_runs_on_when_a_chaos_run_is_interrupted(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    directory = tmp_path / "run"
+    command = [sys.executable, "-m", "tests.chaos", "--directory", str(directory), "--faults=5"]
+    chaos = subprocess.Popen(
+        [*command, f"--report={tmp_path / 'report.json'}"],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        await_line(chaos, "are to come")
+        assert len(processes_of(directory)) > 5
+        chaos.send_signal(number)
+        code = chaos.wait(SECONDS)
+        assert code == (130 if number == signal.SIGINT else -signal.SIGKILL)
+        deadline = time.monotonic() + SECONDS
+        while left := processes_of(directory):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+    finally:
+        chaos.kill()
+        chaos.wait()
+
+
+def await_line(process: "subprocess.Popen[bytes]", text: str) -> None:
+    """Read what the process says until a line holds `text`."""
+    assert process.stderr is not None
+    said = []
+    for line in process.stderr:
+        said.append(line.decode(errors="replace"))
+        if text in said[-1]:
+            return
+    raise AssertionError("".join(said))

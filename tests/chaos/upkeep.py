@@ -45,7 +45,9 @@ class Upkeep:
     """Everything that runs, looked after by `turn`."""
 
     def __init__(self, scene: Scene, profile: Profile, agenda: Agenda, findings: Findings) -> None:
-        self.processes = Processes(scene.directory, scene.logs, profile.modules)
+        self.processes = Processes(
+            scene.directory, scene.logs, profile.modules, scene.broker_directory
+        )
         self.progress = Progress()
         self.settings: dict[str, str] = {}
         """Keys of the configuration that are set anew when a process starts."""

@@ -98,7 +98,7 @@ class Link:
             return
         if message["kind"] == "failed":
             self.failure = message
-        elif message["kind"] != "beat":
+        if message["kind"] != "beat":
             self._received.put(message)
 
     @property

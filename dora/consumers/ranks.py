@@ -224,7 +224,7 @@ class Member:
             }
         )
         welcome = self._link.receive(self.timeout)
-        if welcome is None:
+        if welcome is None or welcome["kind"] == "failed":
             failure = self._link.failure or {"message": "rank 0 did not welcome this rank"}
             raise RankError(str(failure["message"]))
         leader = Peer(0, world, str(welcome["host"]), int(welcome["pid"]))
@@ -235,7 +235,7 @@ class Member:
         """Wait for rank 0's word, as long as it lives. RankError if it is lost."""
         while True:
             order = self._link.receive(_TURN_SECONDS)
-            if order is not None:
+            if order is not None and order["kind"] != "failed":
                 return order
             error = first_trouble(self._links)
             if error is not None:

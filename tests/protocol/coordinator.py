@@ -37,6 +37,7 @@ class ModelCoordinator:
     maker: RecordMaker
     lanes: int
     incarnation: str
+    compacted: bool  # the topic of statuses
     phase: int = 0  # of the rebuilding; 3 is live
     policies: dict[int, Policy] = field(default_factory=dict)
     pending: tuple[Decision, list[Record]] | None = None
@@ -76,8 +77,8 @@ class ModelCoordinator:
             starts = {place: announced[place] for place in places}
             self.core.state.begin_at(oldest)
         self.reader.positions |= starts
-        self.reader.positions[STATUSES] = 0
-        for place in (LEDGER, POLICIES, STATUSES, *places[1:]):
+        self._read_statuses(now)
+        for place in (LEDGER, POLICIES, *places[1:]):
             self.take(place, now, live=False)
         if oldest > 0 and self.core.state.next_ordinal == 0:
             earlier = self.log.partitions[JOURNAL][: starts[JOURNAL]]
@@ -89,6 +90,15 @@ class ModelCoordinator:
             for offset, record in admissions[-1:]:
                 self.core.take(record, 0, offset, now=now, live=False)
         self.core.heard_commands(now)
+
+    def _read_statuses(self, now: float) -> None:
+        """All, or what compaction left: the last of each process."""
+        self.reader.positions[STATUSES] = 0
+        statuses = [s for s in self.reader.read(STATUSES) if isinstance(s[0], Status)]
+        last = {status.process: offset for status, offset in statuses if isinstance(status, Status)}
+        for status, offset in statuses:
+            if not self.compacted or offset in last.values():
+                self.core.take(status, 0, offset, now=now, live=False)
 
     def _read_trajectories(self, now: float) -> None:
         newest = self.core.state.newest
@@ -155,7 +165,8 @@ class ModelCoordinator:
         }
 
     def commit(self, now: float, crash: Crash | None = None) -> bool:
-        """The tick's transaction; False if the coordinator died on the way. Raises Fenced."""
+        """The tick's transaction; False if the coordinator died on the way. If it was aborted, the
+        next tick decides anew. Raises Fenced."""
         if self.pending is None:
             return True
         decision, records = self.pending
@@ -163,9 +174,9 @@ class ModelCoordinator:
         placed = [(self._place(record), record) for record in records]
         if crash == "before":
             return False
-        if crash == "inside":
+        if crash in ("inside", "aborted"):
             self.log.abort(placed)
-            return False
+            return crash == "aborted"
         if placed:
             self.log.commit(ID, self.epoch, placed)
         if crash == "after":

@@ -22,8 +22,9 @@ STATUSES = (f"{RUN}.workers", 0)
 CHUNKS, TRAJECTORIES, DISPATCH = f"{RUN}.chunks", f"{RUN}.trajectories", f"{RUN}.dispatch"
 
 Place = tuple[str, int]
-Crash = Literal["before", "inside", "after"]
-"""Where in its commit a process dies: before, inside or after the transaction."""
+Crash = Literal["before", "inside", "after", "aborted"]
+"""Where in its commit a process dies: before, inside or after the transaction; or the transaction
+was aborted and the process lives on."""
 
 
 class Fenced(Exception):

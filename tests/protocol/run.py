@@ -34,12 +34,13 @@ class ModelRun:
         group: int = 2,
         steps: int = 1000,
         evaluations: int = 0,
+        compacted: bool = False,
     ) -> None:
         self.now = 0.0
         self.made = 0
         self.window = Window(staleness, batch)
         self.log = SimulatedLog((staleness + 1) * batch)
-        self.group, self.steps = group, steps
+        self.group, self.steps, self.compacted = group, steps, compacted
         self.rules = Rules(
             self.window, group, steps, 1.0, HEARTBEAT_TIMEOUT, LOAD_TIMEOUT, MAX_ATTEMPTS,
             2 * evaluations, evaluations,
@@ -74,7 +75,9 @@ class ModelRun:
         return trainer
 
     def start_coordinator(self) -> ModelCoordinator:
-        coordinator = ModelCoordinator(self.log, self.rules, self.maker, LANES, self._new("c"))
+        coordinator = ModelCoordinator(
+            self.log, self.rules, self.maker, LANES, self._new("c"), self.compacted
+        )
         self.coordinators.append(coordinator)
         return coordinator
 

@@ -55,6 +55,7 @@ class Protocol(RuleBasedStateMachine):
         workers=st.integers(1, len(WORKERS)),
         ticks=st.integers(0, 40),
         all_return=st.booleans(),
+        compacted=st.booleans(),
     )
     def begin(
         self,
@@ -66,8 +67,9 @@ class Protocol(RuleBasedStateMachine):
         workers: int,
         ticks: int,
         all_return: bool,
+        compacted: bool,
     ) -> None:
-        self.run = ModelRun(staleness, batch, group, steps, evaluations)
+        self.run = ModelRun(staleness, batch, group, steps, evaluations, compacted)
         self.names, self.all_return = WORKERS[:workers], all_return
         self.audited = -1
         self.run.begin(*self.names)
@@ -106,7 +108,7 @@ class Protocol(RuleBasedStateMachine):
         if coordinator is not None and coordinator.phase == 3 and coordinator.pending is None:
             self.run.decide(coordinator)
 
-    @rule(which=indices, crash=crashes)
+    @rule(which=indices, crash=crashes | st.just("aborted"))
     def coordinator_commits(self, which: int, crash: Crash | None) -> None:
         coordinator = self.coordinator(which)
         if coordinator is not None:

@@ -16,14 +16,14 @@ from dora.producers.installation import Installer
 from dora.producers.worker import Worker
 from dora.schemas.codec import MAGIC, encode
 from dora.schemas.records import Admission, DeadLetter, Step, Trajectory, pack_logprobs, pack_tokens
+from tests import played_trainer as rollout
 from tests.integration import test_cli as status_log
-from tests.integration import test_rollout as rollout
 from tests.integration.test_bad_input import started
-from tests.integration.test_rollout import Cluster, cluster, config
-from tests.integration.test_trainer import Feeder, World, trajectory
+from tests.played_trainer import Cluster, cluster, config
 from tests.run_records import B, G, admission, policy, run_started, status
 from tests.run_records import trajectory as finished
 from tests.small_run import SmallRun, refused, small, small_model
+from tests.training_world import Feeder, World, trajectory
 
 __all__ = ["cluster", "config", "small", "small_model"]
 

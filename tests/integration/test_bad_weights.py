@@ -14,8 +14,8 @@ import pytest
 from dora.bus import BEGINNING, ClusterSettings, LogReader, LogWriter
 from dora.core.ring import worker_partition
 from dora.schemas.records import Command, Policy, Status, WeightFile
-from tests.integration.test_trainer import World, fed
 from tests.small_run import SmallRun, refused, small, small_model
+from tests.training_world import World, fed
 
 __all__ = ["small", "small_model"]
 

@@ -17,9 +17,9 @@ from dora.consumers.heartbeat import Heartbeat
 from dora.consumers.trainer import Trainer
 from dora.schemas.records import Status
 from dora.weights import store
-from tests.integration.test_trainer import World, fed
 from tests.processes import statuses
 from tests.small_run import SmallRun, refused, small, small_model
+from tests.training_world import World, fed
 
 __all__ = ["small", "small_model"]
 

@@ -13,10 +13,10 @@ from dora.cli.supervisor import FENCED
 from dora.consumers.trainer import Trainer
 from dora.schemas.records import Admission, Command, Policy, RunStarted, Step
 from tests.integration.test_bad_input import started
-from tests.integration.test_trainer import World, fed
 from tests.processes import DEADLINE, Process, process, until
 from tests.run_records import policy, status
 from tests.small_run import SmallRun, small, small_model
+from tests.training_world import World, fed
 
 __all__ = ["small", "small_model"]
 

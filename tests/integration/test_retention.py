@@ -33,9 +33,9 @@ from dora.schemas.records import (
     pack_tokens,
 )
 from tests.integration.test_bad_input import started
-from tests.integration.test_trainer import trajectory
 from tests.run_records import SAMPLING, policy
 from tests.small_run import SmallRun, refused, small, small_model
+from tests.training_world import trajectory
 
 __all__ = ["small", "small_model"]
 

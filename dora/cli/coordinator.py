@@ -20,11 +20,13 @@ def coordinator(config: Config) -> None:
     """
     from dora.bus.settings import cluster_settings
     from dora.bus.topics import TopicAdmin, topic_plan
+    from dora.consumers.continuation import check_recorded
     from dora.producers.coordinator import Coordinator
 
     log_to_stderr()
     settings = cluster_settings(config.kafka)
     TopicAdmin(settings).verify(topic_plan(config))
+    check_recorded(config, settings)
     stop = stop_on_signals()
     Coordinator(config, settings).run(stop)
 

@@ -27,10 +27,12 @@ def rollout(config: Config, worker_id: str | None) -> None:
     """
     from dora.bus.settings import cluster_settings
     from dora.bus.topics import TopicAdmin, topic_plan
+    from dora.consumers.continuation import check_recorded
     from dora.producers.rollout import run_worker
 
     log_to_stderr()
     settings = cluster_settings(config.kafka)
     TopicAdmin(settings).verify(topic_plan(config))
+    check_recorded(config, settings)
     name = worker_id or f"{socket.gethostname()}-{os.getpid()}"
     run_worker(config, settings, name, stop_on_signals())

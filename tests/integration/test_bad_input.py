@@ -276,7 +276,7 @@ def test_a_run_that_exists_with_another_configuration_is_refused_with_the_differ
     with LogWriter(settings, client_id="test") as writer:
         writer.send(small.topics.steps, started(small, settings), key=small.name, partition=0)
     sets = ("--set", "trainer.loss.clip_low=0.1", "--set", "window.groups_per_step=4")
-    for command in ("train", "coordinator", "run"):
+    for command in ("train", "coordinator", "rollout", "run"):
         refused(
             small.dora(command, *sets),
             1,
@@ -295,8 +295,26 @@ def test_a_run_on_topics_that_were_made_anew_is_refused(
     record.topic_ids[small.topics.chunks] = "of-the-topic-that-was-deleted"
     with LogWriter(settings, client_id="test") as writer:
         writer.send(small.topics.steps, record, key=small.name, partition=0)
-    for command in ("train", "run"):
+    for command in ("train", "coordinator", "rollout", "run"):
         refused(small.dora(command), 1, f"{small.topics.chunks}: deleted and created anew")
+
+
+def test_a_run_whose_log_was_copied_to_another_cluster_is_refused(
+    small: SmallRun, settings: ClusterSettings
+) -> None:
+    small.make_topics(settings)
+    record = started(small, settings)
+    here = record.cluster_id
+    object.__setattr__(record, "cluster_id", "where-it-began")
+    with LogWriter(settings, client_id="test") as writer:
+        writer.send(small.topics.steps, record, key=small.name, partition=0)
+    for command in ("train", "coordinator", "rollout", "run"):
+        refused(
+            small.dora(command),
+            1,
+            f"run {small.name} was started on Kafka cluster where-it-began, this is {here}",
+            "offsets of another one mean nothing",
+        )
 
 
 def started(small: SmallRun, settings: ClusterSettings) -> RunStarted:

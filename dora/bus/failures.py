@@ -42,6 +42,7 @@ _UNREACHABLE = {
     KafkaError._MSG_TIMED_OUT,
     KafkaError.REQUEST_TIMED_OUT,
     KafkaError.NETWORK_EXCEPTION,
+    -137,  # _DESTROY_BROKER: the connection was given up under a request
 }
 _MOVING = {
     KafkaError.NOT_LEADER_FOR_PARTITION,

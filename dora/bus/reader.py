@@ -360,25 +360,29 @@ class LogReader:
             if error is None:
                 return {(place.topic, place.partition): place.offset for place in found}
             if is_unknown_topic(error):
-                self._raise_if_missing({place.topic for place in asked}, error)
+                self._raise_if_missing(asked, error)
             elif not is_transient(error):
                 raise explain(error, self._settings, doing, self._failures)
             if time.monotonic() >= deadline:
                 raise explain(error, self._settings, doing, self._failures)
             time.sleep(_IDLE_SECONDS)
 
-    def _raise_if_missing(self, topics: set[str], error: KafkaError) -> None:
+    def _raise_if_missing(self, asked: list[KafkaPartition], error: KafkaError) -> None:
+        """TopicError if the cluster lacks what was asked for. Otherwise it is only being found
+        again: a broker that slept has no leader for its partitions until it is let back in."""
         try:
             known = self._consumer.list_topics(timeout=10.0).topics
         except KafkaException:
             return
+        topics = {place.topic for place in asked}
         missing = sorted(topics - set(known))
         if missing:
             raise TopicError(
                 f"Kafka at {self._settings.bootstrap_servers} has no topic {', '.join(missing)}",
                 hint="create a run's topics with: dora topics create CONFIG",
             )
-        raise explain(error, self._settings, f"asking for offsets of {', '.join(sorted(topics))}")
+        if any(place.partition not in known[place.topic].partitions for place in asked):
+            raise explain(error, self._settings, f"asking for offsets of {', '.join(topics)}")
 
     def _await_first_answer(self) -> None:
         if not self._answered:

@@ -60,6 +60,7 @@ class ModelRun:
         self.coordinators: list[ModelCoordinator] = []
         self.workers: list[ModelWorker] = []
         self.latest: dict[str, str] = {}  # newest incarnation by worker
+        self.fates: dict[str, Crash] = {}  # what comes of the next commit that has records
         self.slow: set[str] = set()  # trajectories that get a token every tenth tick only
 
     def begin(self, *workers: str) -> None:
@@ -98,6 +99,8 @@ class ModelRun:
             self.trainers.remove(trainer)
 
     def commit_step(self, trainer: ModelTrainer, crash: Crash | None = None) -> None:
+        if trainer.pending is not None:
+            crash = crash or self.fates.pop("trainer", None)
         try:
             alive = trainer.commit(crash)
         except Fenced:
@@ -112,6 +115,8 @@ class ModelRun:
             self.coordinators.remove(coordinator)
 
     def commit(self, coordinator: ModelCoordinator, crash: Crash | None = None) -> None:
+        if coordinator.pending is not None and coordinator.pending[1]:
+            crash = crash or self.fates.pop("coordinator", None)
         try:
             alive = coordinator.commit(self.now, crash)
         except Fenced:

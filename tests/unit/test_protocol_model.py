@@ -29,6 +29,7 @@ counts = st.sampled_from([1, 2, 5, None])
 crashes: st.SearchStrategy[Crash | None] = st.sampled_from(
     [None, None, "before", "inside", "after"]
 )
+fates: st.SearchStrategy[Crash] = st.sampled_from(["before", "inside", "after"])
 rewards = st.sampled_from([1.0, 0.0, None])
 
 
@@ -104,14 +105,17 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(which=indices)
     def coordinator_decides(self, which: int) -> None:
-        coordinator = self.coordinator(which)
+        self._decide(self.coordinator(which))
+
+    def _decide(self, coordinator: ModelCoordinator | None) -> None:
         if coordinator is not None and coordinator.phase == 3 and coordinator.pending is None:
             self.run.decide(coordinator)
 
     @rule(which=indices, crash=crashes | st.just("aborted"))
     def coordinator_commits(self, which: int, crash: Crash | None) -> None:
         coordinator = self.coordinator(which)
-        if coordinator is not None:
+        self._decide(coordinator)
+        if coordinator is not None and coordinator in self.run.coordinators:
             self.run.commit(coordinator, crash)
 
     @rule(which=indices, taken=st.booleans())
@@ -204,13 +208,26 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(which=indices)
     def trainer_trains(self, which: int) -> None:
-        trainer = self.trainer(which)
+        self._train(self.trainer(which))
+
+    def _train(self, trainer: ModelTrainer | None) -> None:
         if trainer is not None and trainer.started and trainer.pending is None:
             trainer.prepare()
+
+    @rule(crash=fates)
+    def a_trainer_will_fail(self, crash: Crash) -> None:
+        """In its next step."""
+        self.run.fates["trainer"] = crash
+
+    @rule(crash=fates | st.just("aborted"))
+    def a_coordinator_will_fail(self, crash: Crash) -> None:
+        """In its next transaction."""
+        self.run.fates["coordinator"] = crash
 
     @rule(which=indices, crash=crashes)
     def trainer_commits(self, which: int, crash: Crash | None) -> None:
         trainer = self.trainer(which)
+        self._train(trainer)
         if trainer is not None:
             self.run.commit_step(trainer, crash)
 
@@ -263,6 +280,7 @@ class Protocol(RuleBasedStateMachine):
         if not hasattr(self, "run") or sys.exception() is not None:
             return  # it failed already
         run = self.run
+        run.fates.clear()
         if not run.trainers:
             run.start_trainer()
         if not self.all_return:  # the others are gone for good, with all that they hold

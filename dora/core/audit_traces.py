@@ -10,8 +10,6 @@ import zlib
 from array import array
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from dora.schemas.records import Chunk, Trajectory
 
 Sums = tuple[int, int]
@@ -25,16 +23,16 @@ def _sums(token_ids: bytes, logprobs: bytes, before: Sums = (0, 0)) -> Sums:
 
 
 def _generated(trajectory: Trajectory) -> Sums:
-    """Sums over the tokens that the policy generated."""
-    mask = trajectory.mask
-    first, end = mask.find(1), mask.rfind(1) + 1
-    if end - first == trajectory.generated_tokens:  # one turn: nearly always
-        return _sums(trajectory.token_ids[4 * first : 4 * end], trajectory.logprobs[4 * first :])
-    chosen = np.frombuffer(mask, dtype=np.bool_)
-    return _sums(
-        np.frombuffer(trajectory.token_ids, "<i4")[chosen].tobytes(),
-        np.frombuffer(trajectory.logprobs, "<f4")[chosen].tobytes(),
-    )
+    """Sums over the tokens that the policy generated, turn by turn."""
+    mask, sums = trajectory.mask, (0, 0)
+    first = mask.find(1)
+    while first >= 0:
+        end = mask.find(0, first)
+        end = len(mask) if end < 0 else end
+        turn = slice(4 * first, 4 * end)
+        sums = _sums(trajectory.token_ids[turn], trajectory.logprobs[turn], sums)
+        first = mask.find(1, end)
+    return sums
 
 
 @dataclass(slots=True)
@@ -85,7 +83,7 @@ class Traces:
             trajectory.chunks,
             trajectory.generated_tokens,
             trajectory.resumed_tokens,
-            *(_generated(trajectory) if trajectory.generated_tokens else (0, 0)),
+            *_generated(trajectory),
         )
         self._cells[cell : cell + _CELLS] = array("I", (*values, *(0,) * (_CELLS - len(values))))
         if trajectory.resumed_tokens:

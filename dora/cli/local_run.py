@@ -33,7 +33,7 @@ from dora.consumers.ledger import check_continues
 from dora.consumers.monitor import RunMonitor
 from dora.consumers.snapshot import Snapshot
 from dora.consumers.summary import summarize, write_summary
-from dora.errors import DoraError, PolicyError, RunError
+from dora.errors import DeadlineError, DoraError, PolicyError, RunError
 
 _DRAW_SECONDS = 0.5
 _BROKER_CHECK_SECONDS = 2.0
@@ -330,15 +330,21 @@ class LocalRun:
         kafka = self._config.kafka
         command = [sys.executable, "-m", "dora", "audit", self._config.run.name, "--json"]
         command += ["--bootstrap-server", kafka.bootstrap_servers or ""]
-        done = subprocess.run(
-            command,
-            env=self._environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_AUDIT_SECONDS,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                command,
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_AUDIT_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise DeadlineError(
+                f"the audit of the run did not end in {_AUDIT_SECONDS:g} s",
+                hint=f"The run itself is complete. Start `dora audit {self._config.run.name}`.",
+            ) from None
         try:
             report = json.loads(done.stdout)
         except json.JSONDecodeError:

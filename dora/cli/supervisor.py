@@ -26,6 +26,7 @@ _BACKOFF_LIMIT = 30.0
 # A child that ran this long before it died starts again without the delays of former deaths.
 _STEADY_SECONDS = 60.0
 _TAIL_LINES = 12
+_KILLED_SECONDS = 10.0
 
 ChildState = Literal["running", "restarting", "done", "failed", "stopped"]
 
@@ -172,9 +173,21 @@ class Supervisor:
             except subprocess.TimeoutExpired:
                 self._on_event(f"{child.spec.name} did not stop within {grace:g} s: killed")
                 _signal(child, signal.SIGKILL)
-                child.process.wait()
+                self._await_end(child)
             child.state = "done" if child.process.returncode == 0 else "stopped"
             _signal(child, signal.SIGKILL)
+
+    def _await_end(self, child: _Child) -> None:
+        """A killed process ends at once, unless the kernel itself does not let it: then it is named
+        and left."""
+        assert child.process is not None
+        try:
+            child.process.wait(_KILLED_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._on_event(
+                f"{child.spec.name}, pid {child.process.pid}, was killed and has not ended in "
+                f"{_KILLED_SECONDS:g} s: it hangs in the kernel, on a disk or a device"
+            )
 
     def _launch(self, child: _Child) -> None:
         environment = {**os.environ, **child.spec.environment, SUPERVISOR: str(os.getpid())}

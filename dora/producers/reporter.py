@@ -46,6 +46,11 @@ class Reporter:
         self._topics = RunTopics(config.run.name)
         self._rate_at = clock()
         self._rate_tokens = 0.0
+        self._commanded_at = clock()
+
+    def commanded(self) -> None:
+        """A command of the coordinator was read."""
+        self._commanded_at = self._clock()
 
     def count(self, name: str, by: float = 1.0) -> None:
         """Add to a metric that counts."""
@@ -60,13 +65,14 @@ class Reporter:
             total = self.metrics["tokens_total"]
             self.metrics["tokens_per_second"] = (total - self._rate_tokens) / (now - self._rate_at)
             self._rate_at, self._rate_tokens = now, total
+        running = tuple(running)
         self._writer.send(
             self._topics.workers,
             Status(
                 run=self._config.run.name, process=self._name, role="rollout",
                 incarnation=self.incarnation, state=self.state, created_ms=self._now_ms(),
-                message=self.message, version=-1 if version is None else version,
-                capacity=self._config.rollout.capacity, loading=loading, running=tuple(running),
+                message=self._said(idle=not running), version=-1 if version is None else version,
+                capacity=self._config.rollout.capacity, loading=loading, running=running,
                 command_offset=command_offset, metrics=dict(self.metrics),
                 host=socket.gethostname(), pid=os.getpid(),
             ),
@@ -75,6 +81,16 @@ class Reporter:
         if self.state in UNSENT:
             self._writer.flush(self._config.kafka.request_timeout_seconds)
         self.sent_at = now
+
+    def _said(self, *, idle: bool) -> str:
+        """The message, with how long an idle worker has been waiting for its coordinator where that
+        is longer than a process may be silent."""
+        waited = self._clock() - self._commanded_at
+        if self.state != "ready" or not idle:
+            return self.message
+        if waited <= self._config.rollout.heartbeat_timeout_seconds:
+            return self.message
+        return f"{self.message}; no command for {waited:.0f} s: does a coordinator live?"
 
     def dead_letter(
         self,

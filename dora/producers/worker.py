@@ -145,6 +145,7 @@ class Worker:
             )
         elif isinstance(value, Command) and value.worker == self._name:
             self._command_offset = message.offset
+            self._reporter.commanded()
             if value.incarnation != self._reporter.incarnation:
                 return
             match value.kind:

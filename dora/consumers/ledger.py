@@ -8,11 +8,13 @@ An entry, the policy record that goes with it and the offsets for lag tools are 
 import json
 import logging
 import time
+import uuid
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dora import faults
+from dora import __version__, faults
 from dora.bus.reader import BEGINNING, LogReader, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
@@ -41,6 +43,8 @@ class History:
     """Steps whose checkpoints are at hand, oldest first."""
     redo: list[Step] = field(default_factory=list)
     """Steps committed after the first of `bases`, or all if there is none, in order."""
+    recent: deque[Step] = field(default_factory=deque)
+    """The entries since the step that made the oldest live version."""
     checkpoints: list[str] = field(default_factory=list)
     """All checkpoints that the ledger names, oldest first."""
 
@@ -89,6 +93,9 @@ def read_ledger(
                 except ValueError as error:
                     raise RunError(f"{place} contradicts the ledger before it: {error}") from error
                 _remember(history, value, available)
+                oldest = state.window.oldest_live(state.newest)
+                while history.recent[0].version_out < oldest:
+                    history.recent.popleft()
             case _:
                 kind = type(value).__name__
                 raise RunError(f"{place} holds a {kind}, which does not belong there")
@@ -96,6 +103,7 @@ def read_ledger(
 
 
 def _remember(history: History, step: Step, available: Collection[str]) -> None:
+    history.recent.append(step)
     if step.kind != "step":
         return
     if step.checkpoint is not None:
@@ -108,12 +116,48 @@ def _remember(history: History, step: Step, available: Collection[str]) -> None:
     history.redo.append(step)
 
 
+def new_state(config: Config) -> RunState:
+    """The fold of a run's log, before its first record."""
+    window = Window(config.window.max_staleness, config.window.groups_per_step)
+    return RunState(window, config.window.group_size, config.task.success_threshold)
+
+
+def resume(state: RunState, history: History) -> None:
+    """Bring a new `state` to the end of the ledger; it holds what concerns the live versions."""
+    if history.started is None:
+        return
+    newest = history.recent[-1].version_out if history.recent else 0
+    oldest = state.window.oldest_live(newest)
+    if oldest:
+        state.begin_at(oldest)
+    else:
+        state.start()
+    for step in history.recent:
+        state.commit(step)
+
+
+def first_entry(config: Config, cluster_id: str, topic_ids: dict[str, str]) -> RunStarted:
+    """The ledger's first entry: what the run is, and where."""
+    return RunStarted(
+        run=config.run.name,
+        run_id=uuid.uuid4().hex,
+        dora_version=__version__,
+        identity=json.dumps(config.identity()),
+        max_staleness=config.window.max_staleness,
+        groups_per_step=config.window.groups_per_step,
+        group_size=config.window.group_size,
+        ring=config.window.ring,
+        lanes=config.kafka.lanes,
+        cluster_id=cluster_id,
+        topic_ids=topic_ids,
+        created_ms=time.time_ns() // 1_000_000,
+    )
+
+
 def whole_ledger(config: Config, settings: ClusterSettings, deadline: float) -> History:
     """The committed ledger with every step in `redo`, for a redo from version 0."""
-    window = Window(config.window.max_staleness, config.window.groups_per_step)
-    state = RunState(window, config.window.group_size, config.task.success_threshold)
     with LogReader(settings, client_id=f"{config.run.name}.ledger") as reader:
-        return read_ledger(reader, RunTopics(config.run.name), state, (), deadline)
+        return read_ledger(reader, RunTopics(config.run.name), new_state(config), (), deadline)
 
 
 def check_continues(

@@ -140,6 +140,13 @@ class Publisher:
             del self._weight_names[version]
         return self._store.keep_only(set(self._weight_names.values()))
 
+    def restore(self, policy: Policy) -> None:
+        """Store the announced weights of the newest version again if they are gone."""
+        stored = name_of(policy.weights_uri) in self._store.versions()
+        if not stored and self._learner.weights_checksum() == policy.weights_checksum:
+            log.warning("the weights of version %d are gone: stored again", policy.version)
+            self._write(policy.version)
+
     def discard(self, checkpoints: Collection[str]) -> None:
         """These checkpoints are damaged: the next `prune` removes them and keeps others."""
         self._damaged.update(checkpoints)

@@ -6,14 +6,11 @@ after weights and checkpoint are on disk. A trainer that was fenced can commit n
 it needs to go on after a crash is in the log and in the newest checkpoint.
 """
 
-import json
 import logging
 import threading
 import time
-import uuid
 
-from dora import __version__
-from dora.bus.reader import BEGINNING, LogReader, Message, Unreadable
+from dora.bus.reader import LogReader, Message, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics, TopicAdmin, topic_plan
 from dora.bus.transactions import TransactionalWriter
@@ -22,15 +19,22 @@ from dora.config import Config
 from dora.consumers.checkpoints import Checkpoints
 from dora.consumers.heartbeat import PROCESS, Heartbeat
 from dora.consumers.learner import Learner
-from dora.consumers.ledger import History, LedgerWriter, check_continues, read_ledger
+from dora.consumers.ledger import (
+    History,
+    LedgerWriter,
+    check_continues,
+    first_entry,
+    new_state,
+    read_ledger,
+    resume,
+)
+from dora.consumers.live_window import live_positions
 from dora.consumers.planner import Decision, Planner
 from dora.consumers.publication import Publisher
 from dora.consumers.ranks import Leader
 from dora.consumers.recovery import Deviation, Recovery, places_of
 from dora.consumers.retention import check_ledger, check_retention
 from dora.consumers.weight_users import WeightUsers
-from dora.core.ring import slot_partitions
-from dora.core.state import RunState
 from dora.core.window import Window
 from dora.errors import BusError, DeadlineError, DoraError, FencedError, RunError
 from dora.schemas.records import (
@@ -38,7 +42,6 @@ from dora.schemas.records import (
     DeadLetter,
     GroupRef,
     Policy,
-    RunStarted,
     Step,
     Trajectory,
 )
@@ -46,7 +49,6 @@ from dora.weights.models import model_directory
 
 log = logging.getLogger(__name__)
 
-JOURNAL = 0
 READ_SECONDS = 300.0
 SET_ASIDE_SECONDS = 0.1
 PROBES = 8
@@ -67,9 +69,7 @@ class Trainer:
         self._run = config.run.name
         self._topics = RunTopics(self._run)
         self._window = Window(config.window.max_staleness, config.window.groups_per_step)
-        self._state = RunState(
-            self._window, config.window.group_size, config.task.success_threshold
-        )
+        self._state = new_state(config)
         self._checkpoints = Checkpoints(config.run_directory / "checkpoints")
         self._policies: dict[int, Policy] = {}
         self._started_at = time.monotonic()
@@ -106,7 +106,10 @@ class Trainer:
         try:
             self._heartbeat.say("starting", "reading the ledger")
             if self._prepare():
-                self._follow()
+                newest = self._state.newest
+                self._reader.assign(
+                    live_positions(self._reader, self._config, self._policies, newest)
+                )
                 while not self._complete and not stop.is_set():
                     self._take_step(stop)
             done = "all steps are committed" if self._complete else "stopped between two steps"
@@ -136,9 +139,11 @@ class Trainer:
     def _prepare(self) -> bool:
         """Read the ledger and bring the learner to its end; False if nothing is left to do."""
         check_ledger(self._reader, self._topics)
+        whole = new_state(self._config)
         history = read_ledger(
-            self._reader, self._topics, self._state, self._checkpoints.names(), READ_SECONDS
+            self._reader, self._topics, whole, self._checkpoints.names(), READ_SECONDS
         )
+        resume(self._state, history)
         if history.started is not None:
             check_continues(
                 history.started,
@@ -175,6 +180,7 @@ class Trainer:
         )
         self._accepted = recovery.run(history)
         self._publisher.discard(recovery.damaged)
+        self._publisher.restore(self._policies[self._state.newest])
         if self._accepted is not None:
             self._heartbeat.say("training", f"accepted: {self._accepted}")
             self._heartbeat.beat(force=True)
@@ -184,50 +190,14 @@ class Trainer:
         self._publisher.prune(0)
         with self._heartbeat.through("storing version 0"):
             policy = self._publisher.publish(0)
-        started = RunStarted(
-            run=self._run,
-            run_id=uuid.uuid4().hex,
-            dora_version=__version__,
-            identity=json.dumps(self._config.identity()),
-            max_staleness=self._window.max_staleness,
-            groups_per_step=self._window.groups_per_step,
-            group_size=self._config.window.group_size,
-            ring=self._config.window.ring,
-            lanes=self._config.kafka.lanes,
-            cluster_id=self._admin.cluster_id(),
-            topic_ids=self._admin.topic_ids(self._run),
-            created_ms=time.time_ns() // 1_000_000,
+        started = first_entry(
+            self._config, self._admin.cluster_id(), self._admin.topic_ids(self._run)
         )
         self._ledger.begin(started, policy)
         self._publisher.announced(policy, None)
         self._policies[0] = policy
         self._heartbeat.version = 0
         log.info("run %s begins with version 0, %d parameters", self._run, self._learner.parameters)
-
-    def _follow(self) -> None:
-        """Read journal and trajectories from where the live versions start. Slots of no live
-        version are read from their ends: nothing is generated for a new version before this process
-        announces it."""
-        kafka, ring = self._config.kafka, self._config.window.ring
-        every = [
-            (self._topics.trajectories, index)
-            for version in range(ring)
-            for index in slot_partitions(version, ring, kafka.lanes)
-        ]
-        positions = dict(self._reader.end_offsets(every))
-        for version in range(self._window.oldest_live(self._state.newest), self._state.newest + 1):
-            policy = self._policies.get(version)
-            if policy is None:
-                raise RunError(f"the policies topic of run {self._run} has no version {version}")
-            for slot in policy.slots:
-                if slot.topic == self._topics.trajectories:
-                    positions[slot.topic, slot.partition] = slot.offset
-        # Groups of older versions are closed: the ledger that was read has named them.
-        oldest = self._policies[self._window.oldest_live(self._state.newest)]
-        journal = (self._topics.dispatch, JOURNAL)
-        announced = {(slot.topic, slot.partition): slot.offset for slot in oldest.slots}
-        positions[journal] = announced.get(journal, BEGINNING)
-        self._reader.assign(positions)
 
     def _take_step(self, stop: threading.Event) -> None:
         """Wait for an admissible batch and train it; returns early if `stop` is set."""

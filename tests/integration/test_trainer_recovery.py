@@ -12,7 +12,7 @@ from dora.bus.topics import TopicAdmin, topic_plan
 from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.errors import RunError
-from dora.schemas.records import Status, Step
+from dora.schemas.records import Policy, Status, Step
 from dora.weights.store import WeightStore
 from tests import run_records
 from tests.training_world import K, World, fed, model, world
@@ -199,3 +199,13 @@ def test_weights_that_a_live_worker_uses_or_loads_are_kept_until_it_is_gone(
         say(writer, state="stopped", version=1, loading=4)
         world.train(world.config(steps=10))
     assert stored() == [7, 8, 9, 10]
+
+
+def test_weights_of_the_newest_version_that_are_gone_are_stored_again(world: World) -> None:
+    with fed(world):
+        world.train(world.config(steps=3))
+        store = WeightStore.of(world.config())
+        policy = [p for p in world.read(world.topics.policies) if isinstance(p, Policy)][-1]
+        store.delete(store.versions()[-1])
+        world.train(world.config(steps=4))
+    assert store.fetch(policy, world.directory).name.startswith("v00000003-")

@@ -1,0 +1,46 @@
+"""Where in the log the live versions are.
+
+Invariant: from the returned positions on, everything is read that concerns a group of a live
+version. What lies before them concerns groups that the ledger has closed.
+"""
+
+from collections.abc import Mapping
+
+from dora.bus.reader import BEGINNING, LogReader, Partition
+from dora.bus.topics import RunTopics
+from dora.config import Config
+from dora.core.ring import slot_partitions
+from dora.core.window import Window
+from dora.errors import RunError
+from dora.schemas.records import Policy
+
+JOURNAL = 0
+
+
+def live_positions(
+    reader: LogReader, config: Config, policies: Mapping[int, Policy], newest: int
+) -> dict[Partition, int]:
+    """Offsets to read journal and trajectories from while `newest` is the newest version.
+
+    Slots of no live version are read from their ends: nothing is generated for a new version before
+    it is announced. RunError if the policies of the live versions are not at hand.
+    """
+    topics, window, lanes = RunTopics(config.run.name), config.window, config.kafka.lanes
+    oldest = Window(window.max_staleness, window.groups_per_step).oldest_live(newest)
+    every = [
+        (topics.trajectories, index)
+        for version in range(window.ring)
+        for index in slot_partitions(version, window.ring, lanes)
+    ]
+    journal = (topics.dispatch, JOURNAL)
+    positions = {**reader.end_offsets(every), journal: BEGINNING}
+    for version in range(oldest, newest + 1):
+        if version not in policies:
+            raise RunError(f"the policies topic of run {config.run.name} has no version {version}")
+        for slot in policies[version].slots:
+            place = (slot.topic, slot.partition)
+            # Nothing comes before version 0: what the journal holds there does not belong in it.
+            first = version == oldest > 0 and place == journal
+            if slot.topic == topics.trajectories or first:
+                positions[place] = slot.offset
+    return positions

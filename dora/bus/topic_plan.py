@@ -4,7 +4,8 @@ Invariant: the plan follows from the configuration alone, so that every process 
 where a record belongs.
 """
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from dora.config import Config
@@ -18,6 +19,19 @@ _SUFFIXES = (
     "workers",
     "dead-letters",
 )
+
+SHOWN_CONFIGS = frozenset(
+    {
+        "cleanup.policy",
+        "compression.type",
+        "max.message.bytes",
+        "min.insync.replicas",
+        "retention.bytes",
+        "retention.ms",
+        "segment.ms",
+    }
+)
+"""Configurations of topics that matter to a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +168,8 @@ def config_problems(spec: TopicSpec, found: dict[str, str]) -> list[str]:
         differs("retention.ms", lambda is_, needed: forever(is_) < forever(needed))
         differs("retention.bytes", lambda is_, needed: forever(is_) < forever(needed))
     return problems
+
+
+def similar_names(name: str, names: Iterable[str]) -> list[str]:
+    """At most three names that look like `name`, the most similar first."""
+    return difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)

@@ -4,9 +4,8 @@ Invariant: a run's topics are made once, all of them, with a fixed number of par
 uses them later needs no rights on topics. Nothing is deleted unless `delete` is called.
 """
 
-import difflib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -36,7 +35,15 @@ from dora.bus.failures import (
     make_client,
 )
 from dora.bus.settings import ClusterSettings, client_properties
-from dora.bus.topic_plan import RunTopics, TopicInfo, TopicSpec, config_problems, topic_plan
+from dora.bus.topic_plan import (
+    SHOWN_CONFIGS,
+    RunTopics,
+    TopicInfo,
+    TopicSpec,
+    config_problems,
+    similar_names,
+    topic_plan,
+)
 from dora.errors import DeadlineError, TopicError
 
 __all__ = [
@@ -44,23 +51,12 @@ __all__ = [
     "TopicAdmin",
     "TopicInfo",
     "TopicSpec",
-    "similar_names",
     "topic_plan",
 ]
 
 _VISIBLE_SECONDS = 30.0
 _SETTLE_SECONDS = 0.05
-_SHOWN_CONFIGS = frozenset(
-    {
-        "cleanup.policy",
-        "compression.type",
-        "max.message.bytes",
-        "min.insync.replicas",
-        "retention.bytes",
-        "retention.ms",
-        "segment.ms",
-    }
-)
+_OVERTIME_SECONDS = 30.0
 
 Result = TypeVar("Result")
 
@@ -278,7 +274,7 @@ class TopicAdmin:
         found: dict[str, dict[str, str]] = {}
         for resource, future in futures.items():
             try:
-                entries = future.result()
+                entries = self._answer(future, f"describing {resource.name}")
             except KafkaException as exception:
                 error = kafka_error(exception)
                 if is_hopeless(error):
@@ -287,7 +283,7 @@ class TopicAdmin:
                     error, self._settings, f"describing {resource.name}", self._failures
                 ) from exception
             found[resource.name] = {
-                name: entry.value for name, entry in entries.items() if name in _SHOWN_CONFIGS
+                name: entry.value for name, entry in entries.items() if name in SHOWN_CONFIGS
             }
         return found
 
@@ -304,7 +300,8 @@ class TopicAdmin:
             )
             for place, future in futures.items():
                 try:
-                    found[place.topic, place.partition] = future.result().offset
+                    answer = self._answer(future, f"listing offsets of {place.topic}")
+                    found[place.topic, place.partition] = answer.offset
                 except KafkaException as exception:
                     error = kafka_error(exception)
                     if not is_transient(error) or time.monotonic() >= deadline:
@@ -328,7 +325,7 @@ class TopicAdmin:
 
     def _created(self, name: str, future: "Future[Any]") -> None:
         try:
-            future.result()
+            self._answer(future, f"creating {name}")
         except KafkaException as exception:
             error = kafka_error(exception)
             if error.code() == KafkaError.TOPIC_ALREADY_EXISTS:
@@ -367,9 +364,21 @@ class TopicAdmin:
                 )
             time.sleep(_SETTLE_SECONDS)
 
+    def _answer(self, future: "Future[Result]", doing: str) -> Result:
+        """What librdkafka answers in time by itself, unless it is stuck."""
+        seconds = self._settings.request_timeout + _OVERTIME_SECONDS
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            raise DeadlineError(
+                f"Kafka at {self._settings.bootstrap_servers} did not answer to {doing} for "
+                f"{seconds:g} s",
+                hint="look at the broker's log",
+            ) from None
+
     def _result(self, future: "Future[Result]", doing: str) -> Result:
         try:
-            return future.result()
+            return self._answer(future, doing)
         except KafkaException as exception:
             self._admin.poll(0)
             raise explain(
@@ -389,8 +398,3 @@ class TopicAdmin:
         return TopicError(
             f"Kafka at {self._settings.bootstrap_servers} has no run {run}", hint=hint
         )
-
-
-def similar_names(name: str, names: Iterable[str]) -> list[str]:
-    """At most three names that look like `name`, the most similar first."""
-    return difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)

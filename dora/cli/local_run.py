@@ -24,6 +24,7 @@ from dora.bus.settings import ClusterSettings, cluster_settings
 from dora.bus.topics import TopicAdmin, topic_plan
 from dora.cli.display import Display, PlainDisplay, learning_curve, open_display
 from dora.cli.options import ConfigSource, with_broker
+from dora.cli.patience import telling
 from dora.cli.preflight import process_names
 from dora.cli.prepare import needs_preparation
 from dora.cli.supervisor import ChildSpec, SupervisionError, Supervisor
@@ -126,15 +127,18 @@ class LocalRun:
         if not needs_preparation(self._config):
             return
         self._say(f"making {self._config.policy.model} with {self._config.policy.prepare}")
-        with subprocess.Popen(
-            self._command("prepare"),
-            env=self._environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as process:
+        with (
+            telling(self._say, f"policy.prepare = {self._config.policy.prepare}"),
+            subprocess.Popen(
+                self._command("prepare"),
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            ) as process,
+        ):
             assert process.stdout is not None
             try:
                 for line in process.stdout:

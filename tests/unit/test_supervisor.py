@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dora.cli.patience import telling
 from dora.cli.supervisor import ChildSpec, SupervisionError, Supervisor
 
 DEADLINE = 30.0
@@ -246,3 +248,10 @@ def test_children_end_with_a_killed_supervisor(tmp_path: Path) -> None:
     finally:
         parent.kill()
         parent.wait()
+
+
+def test_a_wait_for_somebody_elses_code_is_told_of_now_and_then() -> None:
+    said: list[str] = []
+    with telling(said.append, "policy.prepare", every=0.05):
+        wait_for(lambda: len(said) >= 2, "two lines")
+    assert re.fullmatch(r"waiting for policy.prepare for \d+ s; Ctrl-C ends it", said[0])

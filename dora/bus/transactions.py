@@ -92,6 +92,8 @@ class TransactionalWriter:
         self._settings = settings
         self._id = transactional_id
         self._client_id = client_id
+        # after its own timeout the transaction is lost anyway
+        self._overtime = min(_OVERTIME_SECONDS, transaction_timeout)
         self._groups: dict[str, Any] = {}
         self._broken: BusError | None = None
         self._deliveries = Deliveries(
@@ -175,7 +177,7 @@ class TransactionalWriter:
         self._retry(
             lambda timeout: self._within(
                 lambda: self._producer.send_offsets_to_transaction(places, metadata, timeout),
-                timeout + _OVERTIME_SECONDS,
+                timeout + self._overtime,
                 doing,
             ),
             doing,

@@ -1,8 +1,8 @@
 """The runs that chaos is made in: their configuration, and the times that go with it.
 
 Invariant: a freeze outlasts every timeout by which others notice it: the worker's heartbeat, the
-transaction's timeout with the broker's own turn to look for such (10 s), the broker's session with
-the controller (9 s).
+transaction's timeout with the local broker's own turn to look for such (1 s), the broker's session
+with the controller (9 s).
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tests.chaos.plan import Kind, Mix, Victim
 
-_REAPER_SECONDS = 10.0
+_REAPER_SECONDS = 1.0
 _BROKER_SESSION_SECONDS = 9.0
 _SPREAD_SECONDS = 2.0
 
@@ -135,8 +135,8 @@ class Profile:
         """How long a frozen process sleeps; `stretch` is from 0 to 1."""
         timeouts = {
             "worker": self.heartbeat_timeout,
-            "coordinator": self.transaction_timeout + _REAPER_SECONDS,
-            "trainer": self.transaction_timeout + _REAPER_SECONDS,
+            "coordinator": max(self.heartbeat_timeout, self.transaction_timeout + _REAPER_SECONDS),
+            "trainer": max(self.heartbeat_timeout, self.transaction_timeout + _REAPER_SECONDS),
             "broker": max(_BROKER_SESSION_SECONDS, self.transaction_timeout),
         }
         return timeouts[victim] + 0.5 + _SPREAD_SECONDS * stretch

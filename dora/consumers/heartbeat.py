@@ -84,7 +84,12 @@ class Heartbeat:
         if not force and now - self._sent_at < self._interval:
             return
         self._sent_at = now
-        status = Status(
+        self._writer.send(self._topic, self.status(), key=PROCESS)
+        self._writer.poll()
+
+    def status(self) -> Status:
+        """The trainer as it is now."""
+        return Status(
             run=self._run,
             process=PROCESS,
             role="trainer",
@@ -97,5 +102,3 @@ class Heartbeat:
             host=socket.gethostname(),
             pid=os.getpid(),
         )
-        self._writer.send(self._topic, status, key=PROCESS)
-        self._writer.poll()

@@ -10,10 +10,10 @@ import logging
 import threading
 import time
 
-from dora.bus.reader import LogReader, Message, Unreadable
+from dora.bus.reader import END, LogReader, Message, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics, TopicAdmin, topic_plan
-from dora.bus.transactions import TransactionalWriter
+from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
 from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.consumers.checkpoints import Checkpoints
@@ -35,6 +35,7 @@ from dora.consumers.ranks import Leader
 from dora.consumers.recovery import Deviation, Recovery, places_of
 from dora.consumers.retention import check_ledger, check_retention
 from dora.consumers.weight_users import WeightUsers
+from dora.core.roster import GONE
 from dora.core.window import Window
 from dora.errors import BusError, DeadlineError, DoraError, FencedError, RunError
 from dora.schemas.records import (
@@ -42,6 +43,7 @@ from dora.schemas.records import (
     DeadLetter,
     GroupRef,
     Policy,
+    Status,
     Step,
     Trajectory,
 )
@@ -109,6 +111,7 @@ class Trainer:
                 newest = self._state.newest
                 self._reader.assign(
                     live_positions(self._reader, self._config, self._policies, newest)
+                    | {(self._topics.workers, 0): END}
                 )
                 while not self._complete and not stop.is_set():
                     self._take_step(stop)
@@ -319,6 +322,8 @@ class Trainer:
                     self._admit(value, message)
                 case Step():
                     self._check_own(value)
+                case Status(role="trainer") if value.state not in GONE:
+                    self._settle_with_rival(value)
                 case _:
                     pass
         self._live_versions = max(self._live_versions, len(self._state.live_versions()))
@@ -345,8 +350,22 @@ class Trainer:
                 hint="Only one trainer of a run is active, the one started last. End this one.",
             )
 
+    def _settle_with_rival(self, rival: Status) -> None:
+        """Find out who is active when another trainer speaks: a transaction of the fenced one fails
+        (FencedError), even while there is no step to commit."""
+        if rival.incarnation == self._heartbeat.incarnation:
+            return
+        log.warning("another trainer speaks: process %d on %s", rival.pid, rival.host)
+        try:
+            with self._transactions.transaction() as transaction:
+                transaction.send(self._topics.workers, self._heartbeat.status(), key=PROCESS)
+        except TransactionAbortedError as error:
+            log.warning("not settled yet: %s", error)  # the rival's next word asks again
+
     def _unreadable(self, message: Message, value: Unreadable) -> None:
         place = f"{message.topic} partition {message.partition} offset {message.offset}"
+        if message.topic == self._topics.workers:
+            return  # of these only another trainer's word matters, and it will speak again
         if message.topic != self._topics.trajectories:
             raise RunError(
                 f"{place} cannot be read ({value.code}): {value.reason}",

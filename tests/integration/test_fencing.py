@@ -13,6 +13,7 @@ from dora.cli.supervisor import FENCED
 from dora.consumers.trainer import Trainer
 from dora.schemas.records import Admission, Command, Policy, RunStarted, Step
 from tests.integration.test_bad_input import started
+from tests.played_trainer import running
 from tests.processes import DEADLINE, Process, process, until
 from tests.run_records import policy, status
 from tests.small_run import SmallRun, small, small_model
@@ -78,9 +79,10 @@ def test_of_two_trainers_the_first_ends_and_the_ledger_is_the_seconds(
         with fed(world, most=3):  # one batch, and half of another
             until(lambda: len(world.steps()) == 1, "the first step", first)
         second = Trainer(small.config("trainer.steps=3"), settings)
-        with fed(world):
-            second.run(threading.Event())
-        check_fenced(first)
+        with running(second.run):
+            check_fenced(first)  # although there is nothing to commit yet
+            with fed(world):
+                until(lambda: len(world.steps()) == 3, "the second one's steps")
     check_ledger(world, 3)
     assert small.look("audit", "--no-chunks").exit_code == 0
 

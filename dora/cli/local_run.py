@@ -8,7 +8,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -198,14 +197,6 @@ class LocalRun:
             snapshot = watched.look(display)
             return snapshot is not None and snapshot.newest >= self._config.trainer.steps
 
-        def replaced(name: str, pid: int) -> bool:
-            """Whether another process speaks in the place of one that was fenced."""
-            snapshot, mine = watched.look(display), (socket.gethostname(), pid)
-            return snapshot is not None and any(
-                process.alive and process.process == name and (process.host, process.pid) != mine
-                for process in snapshot.processes
-            )
-
         with self._signals(), display:
             supervisor = Supervisor(
                 self._specs(),
@@ -213,7 +204,7 @@ class LocalRun:
                 max_restarts=self._config.run.max_restarts,
                 on_event=display.note,
                 finished=finished,
-                replaced=replaced,
+                replaced=lambda name, pid: watched.replaced(name, pid, display),
             )
             try:
                 supervisor.start()

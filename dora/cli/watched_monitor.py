@@ -3,8 +3,11 @@
 Invariant: losing the cluster for a while never ends the watching; the monitor is made anew.
 """
 
+import socket
 import time
 from collections.abc import Callable
+
+import psutil
 
 from dora.cli.display import Display
 from dora.consumers.monitor import RunMonitor
@@ -41,6 +44,21 @@ class WatchedMonitor:
             return None
         return self.monitor.snapshot()
 
+    def replaced(self, name: str, pid: int, display: Display) -> bool:
+        """Whether another process speaks in the place of `pid`, which has ended.
+
+        The last word under its name may be that of a process which it had started itself (a rank of
+        the trainer); that one has ended with it.
+        """
+        snapshot, here = self.look(display), socket.gethostname()
+        return snapshot is not None and any(
+            process.alive
+            and process.process == name
+            and process.pid != pid
+            and (process.host != here or _runs(process.pid))
+            for process in snapshot.processes
+        )
+
     def reopen(self, make: Callable[[], RunMonitor], display: Display) -> None:
         """Read the log anew over a new connection, if the cluster answers."""
         try:
@@ -51,3 +69,10 @@ class WatchedMonitor:
             return
         self.monitor.close()
         self.monitor = monitor
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

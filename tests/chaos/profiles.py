@@ -47,8 +47,8 @@ learning_rate = 1e-3
 
 [kafka]
 lanes = 2
-connect_timeout_seconds = 30
-request_timeout_seconds = 45
+connect_timeout_seconds = 25
+request_timeout_seconds = 25
 """
 
 _EMULATED = """

@@ -59,8 +59,9 @@ class Yield:
 class Decision:
     """What is to be committed in one transaction; admissions come before what follows from them.
 
-    `stops` ends workers because the run is complete, `zombies` ends replaced incarnations. Plans
-    name workers; `addressees` are their newest statuses.
+    `stops` ends workers because the run is complete, `zombies` ends replaced incarnations,
+    `given_up` ends trajectories that no worker survives: their groups will be set aside. Plans name
+    workers; `addressees` are their newest statuses.
     """
 
     evaluations: tuple[Admit, ...] = ()
@@ -68,11 +69,19 @@ class Decision:
     yields: tuple[Yield, ...] = ()
     stops: tuple[Status, ...] = ()
     zombies: tuple[Status, ...] = ()
+    given_up: tuple[Unplaced, ...] = ()
     last_yields: bool = False
     addressees: Mapping[str, Status] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.evaluations or self.plan or self.yields or self.stops or self.zombies)
+        return bool(
+            self.evaluations
+            or self.plan
+            or self.yields
+            or self.stops
+            or self.zombies
+            or self.given_up
+        )
 
 
 class Coordination:
@@ -89,8 +98,8 @@ class Coordination:
         """Started trajectories that nobody generates, by id."""
         self.scans: dict[str, Unplaced] = {}
         """Lost trajectories whose chunks are to be read; see `scanned`."""
-        self.given_up: list[Unplaced] = []
-        """Trajectories that were tried too often; whoever ends them takes them off the list."""
+        self.given_up: dict[str, Unplaced] = {}
+        """Trajectories that were tried too often and are to be recorded as failed."""
         self.rival: Status | None = None
         """Last word of another coordinator of this run; whoever looks at it clears it."""
         self.opened = -1
@@ -102,6 +111,7 @@ class Coordination:
         self._incarnation = incarnation
         self._echo_at: float | None = None
         self._decided_at: float | None = None
+        self._alone_since: float | None = None
         self._zombies: dict[str, Status] = {}
         self._last_yields_sent = False
         self._told_to_stop: set[str] = set()  # incarnations
@@ -172,7 +182,7 @@ class Coordination:
         if work is None:
             return  # finished meanwhile
         if work.attempt - prefix.barren_since >= self.rules.max_attempts:
-            self.given_up.append(work)
+            self.given_up[identity] = work
             return
         self.takeovers += 1
         self.resumed_tokens += prefix.tokens
@@ -200,6 +210,7 @@ class Coordination:
         stops: tuple[Status, ...] = ()
         if complete and not (zombies or yields or evaluations):
             stops = self._stops()
+            self._end_alone(now)
         decided = Plan()
         if not stops:
             steps_left = self.rules.steps - self.state.newest
@@ -220,6 +231,7 @@ class Coordination:
             tuple(yields),
             stops,
             zombies,
+            tuple(self.given_up.values()),
             last_yields,
             {member.status.process: member.status for member in self.roster.members()},
         )
@@ -244,6 +256,8 @@ class Coordination:
                 self.roster.sent(record, now)
                 if record.kind == "start":
                     self.unplaced.pop(record.trajectory_id, None)
+        for work in decision.given_up:
+            self.given_up.pop(trajectory_id(work.group_id, work.sample), None)
         self._zombies.clear()
         self._last_yields_sent = self._last_yields_sent or decision.last_yields
         self._told_to_stop.update(worker.incarnation for worker in decision.stops)
@@ -278,6 +292,7 @@ class Coordination:
         self.roster.finished(identity)
         self.unplaced.pop(identity, None)
         self.scans.pop(identity, None)
+        self.given_up.pop(identity, None)
 
     def _superseded(self) -> list[Yield]:
         """What a worker that was given up and speaks again still generates: others have it now."""
@@ -304,6 +319,17 @@ class Coordination:
                     )
         return yields
 
+    def _end_alone(self, now: float) -> None:
+        """A run that is complete may have nobody left to be told; whoever is about to speak has a
+        heartbeat's time for it."""
+        alone = all(member.status.state in GONE for member in self.roster.members())
+        if not (alone and self._evaluated):
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        elif now - self._alone_since > self.rules.heartbeat_timeout:
+            self.stopped_at = now
+
     def _evaluations_due(self) -> tuple[Admit, ...]:
         rules = self.rules
         due = due_evaluations(
@@ -318,10 +344,16 @@ class Coordination:
             for ordinal in range(rules.evaluation_prompts)
         )
 
+    @property
+    def _evaluated(self) -> bool:
+        tally = self.state.evaluations.get(self.rules.steps)
+        return not self.rules.evaluation_prompts or (
+            tally is not None and tally.finished == tally.admitted
+        )
+
     def _stops(self) -> tuple[Status, ...]:
         """Whom to end, once the last version is evaluated."""
-        tally = self.state.evaluations.get(self.rules.steps)
-        if self.rules.evaluation_prompts and (tally is None or tally.finished < tally.admitted):
+        if not self._evaluated:
             return ()
         return tuple(
             member.status

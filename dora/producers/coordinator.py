@@ -22,15 +22,21 @@ from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
 from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.core.coordination import Coordination, Decision, Rules
-from dora.core.placement import Unplaced
-from dora.core.ring import partition, worker_partition
+from dora.core.ring import partition, trajectory_id, worker_partition
 from dora.core.roster import GONE
 from dora.core.window import Window
 from dora.errors import DeadlineError
 from dora.producers.record_maker import RecordMaker
 from dora.producers.run_fold import BEGINNING, JOURNAL, RunFold
 from dora.producers.takeover import ChunkScanner, Lost
-from dora.schemas.records import Admission, Command, ProcessState, Record, Status
+from dora.schemas.records import (
+    Admission,
+    Command,
+    ProcessState,
+    Record,
+    Status,
+    Trajectory,
+)
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +105,6 @@ class Coordinator:
                 self._settle_with_rival()
                 self._decide()
                 self._take_over()
-                self._give_up()
                 self._beat("ready")
             self._beat("stopped", force=True)
         finally:
@@ -145,10 +150,18 @@ class Coordinator:
                 elif isinstance(record, Command):
                     index = worker_partition(record.worker, self._config.kafka.dispatch_partitions)
                     transaction.send(topics.dispatch, record, key=record.worker, partition=index)
+                elif isinstance(record, Trajectory):
+                    index = self._partition(record.policy_version, record.group_id)
+                    transaction.send(
+                        topics.trajectories, record, key=record.trajectory_id, partition=index
+                    )
             faults.point("coordinator.inside_transaction", transaction.flush)
         faults.point("coordinator.after_transaction")
 
     def _report(self, decision: Decision) -> None:
+        for work in decision.given_up:
+            identity = trajectory_id(work.group_id, work.sample)
+            log.warning("gave up %s after %d attempts", identity, work.attempt)
         for zombie in decision.zombies:
             log.warning(
                 "process %d of %s was replaced and still speaks", zombie.pid, zombie.process
@@ -158,34 +171,21 @@ class Coordinator:
                 "%s is to hand back %s: %s", each.worker.process, each.trajectory_id, each.reason
             )
 
+    def _partition(self, version: int, group_id: str) -> int:
+        return partition(version, group_id, self._config.window.ring, self._config.kafka.lanes)
+
     def _take_over(self) -> None:
         """Has the chunks of lost trajectories read, and takes what was found."""
-        topic, window = self._topics.chunks, self._config.window
+        topic = self._topics.chunks
         wanted: dict[str, Lost] = {}
         for identity, work in self._coordination.scans.items():
-            index = partition(work.version, work.group_id, window.ring, self._config.kafka.lanes)
+            index = self._partition(work.version, work.group_id)
             starts = self._fold.start_of(topic, work.version)
             start = starts.get((topic, index), BEGINNING)
             wanted[identity] = Lost(work.version, (topic, index), start)
         self._scanner.ask(wanted)
         for identity, prefix in self._scanner.poll().items():
             self._coordination.scanned(identity, prefix)
-
-    def _give_up(self) -> None:
-        """Ends trajectories that no worker survives; their groups will be set aside."""
-        while self._coordination.given_up:
-            work: Unplaced = self._coordination.given_up.pop()
-            trajectory = self._records.given_up(work)
-            log.warning("giving up %s after %d attempts", trajectory.trajectory_id, work.attempt)
-            index = partition(
-                work.version,
-                work.group_id,
-                self._config.window.ring,
-                self._config.kafka.lanes,
-            )
-            self._writer.send(
-                self._topics.trajectories, trajectory, key=trajectory.trajectory_id, partition=index
-            )
 
     def _done(self) -> bool:
         """Whether all workers confirmed the stop, or had their time for it."""

@@ -98,6 +98,7 @@ class RecordMaker:
             ),
             *(self.command(w, "stop", reason="the run is complete") for w in decision.stops),
             *self.of_plan(decision.plan, decision.addressees),
+            *map(self.given_up, decision.given_up),
         ]  # fmt: skip
 
     def of_plan(self, plan: Plan, addressees: Mapping[str, Status]) -> list[Record]:

@@ -7,11 +7,13 @@ otherwise. Whoever started the process starts it again.
 """
 
 import faulthandler
+import sys
 
 
 def alive(seconds: float) -> None:
     """The main loop is alive and will be heard again within `seconds`."""
-    faulthandler.dump_traceback_later(seconds, exit=True)
+    # the real one: a stream put in its place may have no file to write to
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
 
 
 def off() -> None:

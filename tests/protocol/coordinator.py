@@ -4,12 +4,11 @@ from dataclasses import dataclass, field
 
 from dora.core import ring
 from dora.core.coordination import Coordination, Decision, Rules
-from dora.core.placement import Unplaced
 from dora.core.prefixes import Prefix, PrefixCollector
 from dora.core.ring import trajectory_id
 from dora.core.roster import GONE
 from dora.producers.record_maker import RecordMaker
-from dora.schemas.records import Admission, Chunk, Command, Policy, Record, Status
+from dora.schemas.records import Admission, Chunk, Command, Policy, Record, Status, Trajectory
 from tests.protocol.log import (
     CHUNKS,
     DISPATCH,
@@ -137,7 +136,6 @@ class ModelCoordinator:
     def _check_none_forgotten(self, decision: Decision) -> None:
         """Whatever was started and is not finished is in somebody's hands, or about to be."""
         core, oldest = self.core, self.rules.window.oldest_live(self.core.state.newest)
-        given_up = {trajectory_id(work.group_id, work.sample) for work in core.given_up}
         complete = decision.last_yields or core.state.newest >= self.rules.steps
         for group, missing in core.state.unfinished():
             if group.version < oldest or (complete and group.purpose == "train"):
@@ -149,7 +147,7 @@ class ModelCoordinator:
                     identity in core.scans,
                     core.roster.held(identity) is not None,
                 )
-                assert sum(places) == 1 or identity in given_up or identity in self.gave_up, (
+                assert sum(places) == 1 or identity in core.given_up or identity in self.gave_up, (
                     f"{identity}: unplaced, being read, held: {places}"
                 )
 
@@ -187,6 +185,9 @@ class ModelCoordinator:
     def _place(self, record: Record) -> Place:
         if isinstance(record, Command):
             return DISPATCH, ring.worker_partition(record.worker, DISPATCH_PARTITIONS)
+        if isinstance(record, Trajectory):
+            index = ring.partition(record.policy_version, record.group_id, self.slots, self.lanes)
+            return TRAJECTORIES, index
         return JOURNAL
 
     def done(self, now: float) -> bool:
@@ -211,14 +212,10 @@ class ModelCoordinator:
             self.scanned.setdefault(identity, collector.best(identity))
 
     def take_over(self) -> None:
-        """What the scan found is taken; what was tried too often is ended."""
+        """What the scan found is taken."""
         for identity, prefix in self.scanned.items():
             self.core.scanned(identity, prefix)
         self.scanned.clear()
-        while self.core.given_up:
-            work: Unplaced = self.core.given_up.pop()
-            index = ring.partition(work.version, work.group_id, self.slots, self.lanes)
-            self.log.append((TRAJECTORIES, index), self.maker.given_up(work))
 
     def beat(self) -> None:
         """Tells a rival."""

@@ -128,9 +128,9 @@ def lose_again(played: Played, times: int, found: Prefix) -> None:
 def test_a_trajectory_that_nobody_survives_is_given_up() -> None:
     played = Played(rules(max_attempts=3))
     lose_again(played, 2, Prefix())
-    assert played.core.given_up == []
+    assert not played.core.given_up
     lose_again(played, 1, Prefix())
-    assert {(work.group_id, work.attempt) for work in played.core.given_up} == {
+    assert {(work.group_id, work.attempt) for work in played.core.given_up.values()} == {
         ("g0", 3),
         ("g1", 3),
     }
@@ -140,7 +140,7 @@ def test_attempts_that_added_tokens_do_not_count_towards_giving_up() -> None:
     played = Played(rules(max_attempts=3))
     for attempt in range(8):
         lose_again(played, 1, replace(PREFIX, barren_since=attempt + 1))
-    assert played.core.given_up == []
+    assert not played.core.given_up
 
 
 def test_a_worker_that_was_given_up_and_speaks_again_hands_back_what_others_took_over() -> None:
@@ -261,3 +261,13 @@ def test_silence_during_an_outage_of_the_cluster_is_nobodys_fault() -> None:
         played.hear(ME)
         played.tick(1.0)
     assert len(played.core.scans) == 4
+
+
+def test_a_coordinator_of_a_complete_run_with_nobody_left_ends() -> None:
+    played = Played(rules(steps=0))
+    played.hear(replace(WORKER, state="stopped"))
+    played.tick()
+    played.wait(10)
+    assert played.core.stopped_at is None, "somebody may be about to speak"
+    played.wait(2)
+    assert played.core.stopped_at is not None

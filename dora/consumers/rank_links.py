@@ -46,6 +46,7 @@ class Link:
         self.timeout = timeout
         self.heard_at = time.monotonic()
         self.closed = False
+        self.hung = False
         self.failure: Message | None = None
         self._connection = connection
         self._sending = threading.Lock()
@@ -138,22 +139,29 @@ def trouble(peer: Peer, link: Link) -> RankError | None:
         error.permanent = bool(link.failure["permanent"])
         return error
     hint = "What was committed is safe: start the trainer again, it goes on where the ledger ends."
-    if link.closed:
-        return RankError(f"{peer} ended without a word: it was killed, or crashed", hint=hint)
-    if link.silent_for > link.timeout:
+    if link.silent_for > link.timeout and not link.closed:
+        link.hung = True  # and stays so: whoever is killed for it did not end by itself
+    if link.hung:
         return RankError(
             f"{peer} has been silent for {link.silent_for:.0f} s (trainer.rank_timeout_seconds = "
             f"{link.timeout:g}): it hangs, or its machine is unreachable",
             hint=hint,
         )
+    if link.closed:
+        return RankError(f"{peer} ended without a word: it was killed, or crashed", hint=hint)
     return None
 
 
 def end_silent(peer: Peer, link: Link) -> None:
     """Kill a rank of this machine that hangs. As long as its connection is open, so is its pid."""
-    silent = link.silent_for > link.timeout and not link.closed
-    if silent and peer.host == socket.gethostname() and peer.pid != os.getpid():
-        os.kill(peer.pid, signal.SIGKILL)
+    if (
+        link.hung
+        and not link.closed
+        and peer.host == socket.gethostname()
+        and peer.pid != os.getpid()
+    ):
+        with suppress(ProcessLookupError):  # it may end this very moment
+            os.kill(peer.pid, signal.SIGKILL)
 
 
 class Watch:

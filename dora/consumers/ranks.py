@@ -25,6 +25,7 @@ from dora.consumers.rank_links import (
     Message,
     Peer,
     Watch,
+    end_silent,
     failure_of,
     first_trouble,
     missing,
@@ -190,6 +191,8 @@ class Leader:
         for link in self._links.values():
             link.send({"kind": "stop"})
         self._watch.stop()
+        for peer, link in self._links.items():
+            end_silent(peer, link)
         until = time.monotonic() + GRACE_SECONDS
         # the store lives in this process: the others go first
         while time.monotonic() < until and not all(link.closed for link in self._links.values()):
@@ -252,6 +255,8 @@ class Member:
     def close(self) -> None:
         """Leave."""
         self._watch.stop()
+        for peer, link in self._links.items():
+            end_silent(peer, link)
         self._link.close()
 
 

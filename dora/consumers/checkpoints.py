@@ -15,7 +15,7 @@ from pathlib import Path
 from dora.errors import WeightsError
 from dora.schemas.records import WeightFile
 from dora.weights.manifest import describe, verify
-from dora.weights.store import replace_directory, storage_error
+from dora.weights.store import is_later, replace_directory, storage_error
 
 _NAME = re.compile(r"step-\d{8,}-[0-9a-f]{16}")
 _UNFINISHED = ".unfinished-"
@@ -80,13 +80,19 @@ class Checkpoints:
         except OSError as error:
             raise storage_error("cannot list checkpoints", str(self.directory), error) from error
 
-    def keep_only(self, names: Collection[str]) -> list[str]:
-        """Remove all others and what an interrupted `write` left; returns what was removed."""
+    def keep_only(self, names: Collection[str], *, newest: int | None = None) -> list[str]:
+        """Remove all others and what an interrupted `write` left; returns what was removed.
+
+        With `newest`, later ones and unfinished ones are left alone: they may be the work of a
+        trainer that took over.
+        """
         if not self.directory.is_dir():
             return []
         removed = []
         try:
             for entry in sorted(self.directory.iterdir()):
+                if newest is not None and is_later(entry.name, newest):
+                    continue
                 orphan = _NAME.fullmatch(entry.name) and entry.name not in names
                 if orphan or entry.name.startswith(_UNFINISHED):
                     shutil.rmtree(entry)

@@ -241,12 +241,22 @@ class WeightStore:
         except OSError as error:
             raise storage_error(f"cannot delete {name}", self.url, error) from error
 
-    def keep_only(self, names: Collection[str]) -> list[str]:
+    def keep_only(self, names: Collection[str], *, newest: int | None = None) -> list[str]:
         """Remove every version not in `names` and what an interrupted `publish` left; returns what
-        was removed. Files that dora did not write are left alone."""
+        was removed. Files that dora did not write are left alone, and with `newest` so is what may
+        be the work of a trainer that took over: later versions, and what is not finished."""
         removed = []
         for entry in sorted(self._entries()):
+            if newest is not None and is_later(entry, newest):
+                continue
             if entry.startswith(_UNFINISHED) or (_NAME.fullmatch(entry) and entry not in names):
                 self.delete(entry)
                 removed.append(entry)
         return removed
+
+
+def is_later(entry: str, newest: int) -> bool:
+    """Whether a directory of weights or a checkpoint is of a version after `newest`, or has no name
+    yet."""
+    number = re.match(r"[a-z]+-?(\d+)-", entry)
+    return number is None or int(number.group(1)) > newest

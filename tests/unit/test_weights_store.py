@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dora.consumers.checkpoints import Checkpoints
 from dora.errors import PolicyError, WeightsError
 from dora.schemas.records import Policy, WeightFile, pack_logprobs, pack_tokens
 from dora.weights.canary import canary_tokens, check
@@ -177,3 +178,20 @@ def test_an_unusable_model_directory_is_refused_with_the_reason(tmp_path: Path) 
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(PolicyError, match=r"no \*\.safetensors(.|\n)*save_pretrained"):
         model_directory(str(tmp_path))
+
+
+def test_what_a_trainer_that_took_over_may_have_written_is_left_alone(tmp_path: Path) -> None:
+    names = [f"v{version:08d}-{version:016x}" for version in range(1, 6)]
+    for name in (*names, ".unfinished-v00000006-0123456789abcdef-01234567"):
+        (tmp_path / "weights" / name).mkdir(parents=True)
+    store = WeightStore(str(tmp_path / "weights"))
+    assert store.keep_only(names[2:3], newest=3) == names[:2]
+    assert store.versions() == names[2:]
+    assert (tmp_path / "weights" / ".unfinished-v00000006-0123456789abcdef-01234567").exists()
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    kept = [f"step-{version:08d}-{version:016x}" for version in (4, 8, 12)]
+    for name in (*kept, ".unfinished-x"):
+        (checkpoints.directory / name).mkdir(parents=True)
+    assert checkpoints.keep_only([], newest=8) == kept[:2]
+    assert checkpoints.names() == {kept[2]}
+    assert checkpoints.keep_only([]) == [".unfinished-x", kept[2]]

@@ -37,6 +37,7 @@ from dora.errors import BrokerError
 
 FORMAT_SECONDS = 60.0
 
+_PORT_SECONDS = 5.0
 _PORT_ATTEMPTS = 3
 _SERIAL = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData", "-Xlog:cds=error")
 """One collector thread and the quick compiler only: half the start-up time, and the processors are
@@ -92,7 +93,7 @@ class Launch:
             if not port_free(port):
                 raise PortInUse(port)
             broker_port = port
-        elif state.port is not None and port_free(state.port):
+        elif state.port is not None and _comes_free(state.port):
             broker_port = state.port
         else:
             broker_port = free_port(set())
@@ -270,3 +271,13 @@ def log_lines(path: Path, start: int = 0) -> list[str]:
     with path.open("rb") as file:
         file.seek(start if start <= path.stat().st_size else 0)
         return file.read().decode("utf-8", errors="replace").splitlines()
+
+
+def _comes_free(port: int) -> bool:
+    """Whether a port can be had: a broker that was killed holds its own for a moment longer."""
+    until = time.monotonic() + _PORT_SECONDS
+    while not port_free(port):
+        if time.monotonic() > until:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True

@@ -83,8 +83,7 @@ class Checkpoints:
     def keep_only(self, names: Collection[str], *, newest: int | None = None) -> list[str]:
         """Remove all others and what an interrupted `write` left; returns what was removed.
 
-        With `newest`, later ones and unfinished ones are left alone: they may be the work of a
-        trainer that took over.
+        With `newest`, those of later versions are left alone.
         """
         if not self.directory.is_dir():
             return []

@@ -116,26 +116,25 @@ class Publisher:
         if checkpoint is not None:
             self._checkpoint_names.append(checkpoint)
 
-    def prune(self, newest: int, *, orphans: bool = False) -> None:
-        """Remove whatever is no longer kept with version `newest` committed.
+    def prune(self, newest: int) -> None:
+        """Remove whatever is not kept with version `newest` committed, orphans of the versions up
+        to it included.
 
-        With `orphans` also what no committed step names, of whatever version: for the start, when
-        this trainer has just taken over. Later it may have been replaced without knowing it (it was
-        suspended, say), and what it does not know may be the other trainer's.
-
-        Which weights are kept says `dora.core.weight_keeping`; of the checkpoints, the
+        What is of a later version is left alone, even at the start: this trainer may have been
+        replaced without knowing it (it was suspended, say), and what it does not know may be what
+        the other one has committed. An orphan of a later version goes once its version is
+        committed. Which weights are kept says `dora.core.weight_keeping`; of the checkpoints, the
         `trainer.keep_checkpoints` newest that are there.
         """
-        below = None if orphans else newest
-        removed = self._prune_weights(newest, below)
+        removed = self._prune_weights(newest)
         at_hand = self._checkpoints.names() - self._damaged
         self._checkpoint_names = [name for name in self._checkpoint_names if name in at_hand]
         del self._checkpoint_names[: -self._config.trainer.keep_checkpoints]
-        removed += self._checkpoints.keep_only(set(self._checkpoint_names), newest=below)
+        removed += self._checkpoints.keep_only(set(self._checkpoint_names), newest=newest)
         if removed:
             log.debug("removed %s", ", ".join(removed))
 
-    def _prune_weights(self, newest: int, below: int | None) -> list[str]:
+    def _prune_weights(self, newest: int) -> list[str]:
         users = self._users.heard()
         if users is None:
             return []
@@ -143,7 +142,7 @@ class Publisher:
         staleness, keep = self._window.max_staleness, config.weights.keep
         for version in needless(self._weight_names, newest, staleness, keep, users, now):
             del self._weight_names[version]
-        return self._store.keep_only(set(self._weight_names.values()), newest=below)
+        return self._store.keep_only(set(self._weight_names.values()), newest=newest)
 
     def restore(self, policy: Policy) -> None:
         """Store the announced weights of the newest version again if they are gone."""

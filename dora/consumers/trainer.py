@@ -171,7 +171,7 @@ class Trainer:
             self._begin()
         else:
             self._recover(history)
-        self._publisher.prune(self._state.newest, orphans=True)
+        self._publisher.prune(self._state.newest)
         return True
 
     def _recover(self, history: History) -> None:
@@ -190,7 +190,6 @@ class Trainer:
 
     def _begin(self) -> None:
         """Begin the run: publish version 0 and commit the ledger's first record with it."""
-        self._publisher.prune(0, orphans=True)
         with self._heartbeat.through("storing version 0"):
             policy = self._publisher.publish(0)
         started = first_entry(

@@ -71,7 +71,7 @@ class RunFold:
         self._coordination.rebuilt(self._clock())
         state = self._coordination.state
         log.info(
-            "rebuilt from %d records in %.2f s: version %d, %d groups outstanding, %d trajectories "
+            "rebuilt from the log (%d records) in %.2f s: version %d, %d groups outstanding, %d trajectories "
             "to place, %d to take over",
             count,
             self._clock() - started,

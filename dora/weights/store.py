@@ -243,8 +243,8 @@ class WeightStore:
 
     def keep_only(self, names: Collection[str], *, newest: int | None = None) -> list[str]:
         """Remove every version not in `names` and what an interrupted `publish` left; returns what
-        was removed. Files that dora did not write are left alone, and with `newest` so is what may
-        be the work of a trainer that took over: later versions, and what is not finished."""
+        was removed. Files that dora did not write are left alone, and with `newest` so is whatever
+        is of a later version."""
         removed = []
         for entry in sorted(self._entries()):
             if newest is not None and is_later(entry, newest):
@@ -256,7 +256,7 @@ class WeightStore:
 
 
 def is_later(entry: str, newest: int) -> bool:
-    """Whether a directory of weights or a checkpoint is of a version after `newest`, or has no name
-    yet."""
-    number = re.match(r"[a-z]+-?(\d+)-", entry)
+    """Whether a directory of weights or a checkpoint, finished or not, is of a version after
+    `newest`, or of none that its name tells."""
+    number = re.match(r"[a-z]+-?(\d+)-", entry.removeprefix(_UNFINISHED))
     return number is None or int(number.group(1)) > newest

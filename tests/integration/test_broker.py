@@ -130,6 +130,7 @@ def test_what_was_acknowledged_survives_a_stop_and_a_kill(directory: Path) -> No
     while running_broker(directory) is not None:
         assert time.monotonic() < until
     third = start_broker(directory)
+    assert third.bootstrap_servers == first.bootstrap_servers
     assert consume(third.bootstrap_servers, "kept") == RECORDS
 
     with pytest.raises(BrokerError, match="runs already") as refusal:

@@ -182,12 +182,14 @@ def test_an_unusable_model_directory_is_refused_with_the_reason(tmp_path: Path) 
 
 def test_what_a_trainer_that_took_over_may_have_written_is_left_alone(tmp_path: Path) -> None:
     names = [f"v{version:08d}-{version:016x}" for version in range(1, 6)]
-    for name in (*names, ".unfinished-v00000006-0123456789abcdef-01234567"):
+    later = ".unfinished-v00000006-0123456789abcdef-01234567"
+    former = ".unfinished-v00000002-0123456789abcdef-01234567"
+    for name in (*names, former, later):
         (tmp_path / "weights" / name).mkdir(parents=True)
     store = WeightStore(str(tmp_path / "weights"))
-    assert store.keep_only(names[2:3], newest=3) == names[:2]
+    assert store.keep_only(names[2:3], newest=3) == [former, *names[:2]]
     assert store.versions() == names[2:]
-    assert (tmp_path / "weights" / ".unfinished-v00000006-0123456789abcdef-01234567").exists()
+    assert (tmp_path / "weights" / later).exists()
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     kept = [f"step-{version:08d}-{version:016x}" for version in (4, 8, 12)]
     for name in (*kept, ".unfinished-x"):

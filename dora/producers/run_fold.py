@@ -71,8 +71,8 @@ class RunFold:
         self._coordination.rebuilt(self._clock())
         state = self._coordination.state
         log.info(
-            "rebuilt from the log (%d records) in %.2f s: version %d, %d groups outstanding, %d trajectories "
-            "to place, %d to take over",
+            "rebuilt from the log (%d records) in %.2f s: version %d, %d groups outstanding, "
+            "%d trajectories to place, %d to take over",
             count,
             self._clock() - started,
             state.newest,

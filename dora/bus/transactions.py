@@ -5,16 +5,23 @@ left by an exception nothing of it is, unless the error says that the outcome is
 process at a time writes under a `transactional_id`: the newest one; an older one gets FencedError
 and can change nothing any more (KIP-98).
 
+Kafka itself may leave a transaction unfinished in a partition although it is over: when a broker
+restarts just while its markers are to be written, it takes the partition for deleted and skips it.
+The next commit under the same id would bring those records to life. So whoever takes an id over, or
+aborted, first makes sure that nothing lies between the last stable offset and the end of the
+partitions that the id writes to, and aborts what does (see `_end_unfinished`).
+
 How errors are treated follows librdkafka's rules for transactions: after a fatal error the writer
 is unusable; an abortable one aborts, and the caller starts over from the log; a retriable one is
 called again until the deadline. A commit that timed out is never aborted, because it may be under
 way on the broker: it is called again.
 """
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,10 +29,13 @@ from confluent_kafka import Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
 from dora.bus.failures import explain, kafka_error, make_client
+from dora.bus.reader import LogReader, Partition
 from dora.bus.settings import ClusterSettings, client_properties, transactional_properties
 from dora.bus.writer import Deliveries
 from dora.errors import BusError
-from dora.schemas.records import Record
+from dora.schemas.records import DeadLetter, Record
+
+log = logging.getLogger(__name__)
 
 _CALL_SECONDS = 5.0
 _OVERTIME_SECONDS = 15.0
@@ -45,6 +55,10 @@ class UnknownOutcomeError(BusError):
 
     The writer is unusable; a new one for the same id settles the matter before it starts.
     """
+
+
+class _OnlyToAbort(Exception):
+    """Leaves a transaction that is made to be aborted."""
 
 
 class Transaction:
@@ -76,7 +90,7 @@ class Transaction:
 
 class TransactionalWriter:
     """The one writer under `transactional_id`; making it fences whoever held the id before and
-    aborts what that one left open.
+    aborts what that one left open in `partitions`, which are all that the id writes to.
 
     BusError if the cluster does not answer within `connect_timeout`, or refuses. Times in seconds.
     """
@@ -88,6 +102,7 @@ class TransactionalWriter:
         *,
         client_id: str,
         transaction_timeout: float,
+        partitions: Collection[Partition] = (),
     ) -> None:
         self._settings = settings
         self._id = transactional_id
@@ -96,6 +111,8 @@ class TransactionalWriter:
         self._overtime = min(_OVERTIME_SECONDS, transaction_timeout)
         self._groups: dict[str, Any] = {}
         self._broken: BusError | None = None
+        self._written: set[Partition] = set()  # by the transaction under way
+        self._suspect: set[Partition] = set(partitions)  # may hold something unfinished
         self._deliveries = Deliveries(
             settings,
             client_id,
@@ -104,6 +121,7 @@ class TransactionalWriter:
         self._producer = self._deliveries.producer
         self._deliveries.connect()
         self._retry(self._producer.init_transactions, f"taking over {transactional_id}")
+        self._end_unfinished()
 
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
@@ -112,9 +130,16 @@ class TransactionalWriter:
         Raises FencedError if another process took the id over, TransactionAbortedError if nothing
         was written and the caller may try again, UnknownOutcomeError if only the log can tell.
         """
+        self._end_unfinished()
+        with self._transaction() as transaction:
+            yield transaction
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Transaction]:
         if self._broken is not None:
             raise self._broken
         self._deliveries.failed = None
+        self._written.clear()
         try:
             self._producer.begin_transaction()
         except KafkaException as exception:
@@ -126,6 +151,51 @@ class TransactionalWriter:
                 self._abort()
             raise
         self._commit()
+
+    def _end_unfinished(self) -> None:
+        """Abort records under this id that no marker follows, in the partitions that may hold any.
+
+        An abort of this id's writes a marker that ends everything of the id before it. BusError if
+        they stay: then they are another producer's.
+        """
+        if not self._suspect or self._broken is not None:
+            return
+        suspect = sorted(self._suspect)
+        with LogReader(
+            self._settings, isolation="read_uncommitted", client_id=self._client_id
+        ) as r:
+            ends = r.end_offsets(suspect)
+        deadline = time.monotonic() + self._settings.request_timeout
+        with LogReader(self._settings, client_id=self._client_id) as stable:
+            while True:
+                reached = stable.end_offsets(suspect)
+                open_ = [place for place in suspect if reached[place] < ends[place]]
+                if not open_:
+                    break
+                if time.monotonic() > deadline:
+                    topic, number = open_[0]
+                    self._broken = BusError(
+                        f"{topic}[{number}] holds a transaction from offset {reached[open_[0]]} on "
+                        f"that is not finished and that {self._id} cannot end",
+                        hint="Another producer left it. Find it with kafka-transactions.sh "
+                        "find-hanging and end it with kafka-transactions.sh abort.",
+                    )
+                    raise self._broken
+                self._abort_in(open_, reached)
+        self._suspect.clear()
+
+    def _abort_in(self, places: Iterable[Partition], since: Mapping[Partition, int]) -> None:
+        for topic, number in places:
+            log.warning(
+                "%s[%d] holds an unfinished transaction from offset %d on: aborting as %s",
+                topic, number, since[topic, number], self._id,
+            )  # fmt: skip
+        with suppress(_OnlyToAbort), self._transaction() as transaction:
+            for topic, number in places:
+                void = DeadLetter("", "void", "aborted with what lay before it", self._client_id, 0)
+                transaction.send(topic, void, key=self._id, partition=number)
+            transaction.flush()
+            raise _OnlyToAbort
 
     def close(self) -> None:
         """Let go of the connections. A transaction left open is aborted by the next holder."""
@@ -159,6 +229,8 @@ class TransactionalWriter:
         try:
             self._deliveries.raise_failed()
             self._deliveries.send(topic, record, key, partition, trace)
+            if partition is not None:
+                self._written.add((topic, partition))
         except BusError as error:
             if self._deliveries.failures.fatal is not None:
                 self._broken = error
@@ -244,6 +316,7 @@ class TransactionalWriter:
                     raise self._broken from exception
 
     def _abort(self) -> None:
+        self._suspect |= self._written
         self._retry(self._producer.abort_transaction, f"aborting as {self._id}")
         # Served now, so that failures of the aborted records do not surface in the next block.
         self._deliveries.serve()

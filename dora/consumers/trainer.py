@@ -69,7 +69,7 @@ class Trainer:
         self._ranks = ranks
         self._settings = settings
         self._run = config.run.name
-        self._topics = RunTopics(self._run)
+        topics = self._topics = RunTopics(self._run)
         self._window = Window(config.window.max_staleness, config.window.groups_per_step)
         self._state = new_state(config)
         self._checkpoints = Checkpoints(config.run_directory / "checkpoints")
@@ -86,6 +86,7 @@ class Trainer:
             f"{self._run}.trainer",
             client_id=PROCESS,
             transaction_timeout=config.kafka.transaction_timeout_seconds,
+            partitions=[(t, 0) for t in (topics.steps, topics.policies, topics.workers)],
         )
         self._reader = LogReader(settings, client_id=PROCESS)
         self._weight_users = WeightUsers(config, settings)

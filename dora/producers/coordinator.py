@@ -85,6 +85,7 @@ class Coordinator:
             f"{self._run}.coordinator",
             client_id="coordinator",
             transaction_timeout=config.kafka.transaction_timeout_seconds,
+            partitions=self._written(),
         )
         self._coordination = Coordination(rules_of(config), self._incarnation)
         self._fold = RunFold(config, settings, self._coordination, clock)
@@ -111,6 +112,15 @@ class Coordinator:
             self._transactions.close()
             self._fold.close()
             self._writer.close()
+
+    def _written(self) -> list[tuple[str, int]]:
+        """The partitions that a coordinator's transactions may write to."""
+        kafka, window, topics = self._config.kafka, self._config.window, self._topics
+        return [
+            (topics.workers, 0),
+            *((topics.dispatch, index) for index in range(kafka.dispatch_partitions)),
+            *((topics.trajectories, index) for index in range(window.ring * kafka.lanes)),
+        ]
 
     def _settle_with_rival(self) -> None:
         """Finds out who is active when another coordinator speaks: a transaction of the fenced one

@@ -23,7 +23,7 @@ from dora.config import Config
 from dora.core.identity import differences
 from dora.core.state import RunState
 from dora.core.window import Window
-from dora.errors import RunError
+from dora.errors import DeadlineError, FencedError, RunError
 from dora.schemas.records import GroupRef, Policy, RunStarted, Step
 
 log = logging.getLogger(__name__)
@@ -188,11 +188,20 @@ def check_continues(
 
 
 class LedgerWriter:
-    """Adds entries for one trainer, known by its `incarnation`."""
+    """Adds entries for one trainer, known by its `incarnation`, which must be able to read them
+    back within `patience` seconds."""
 
     def __init__(
-        self, run: str, incarnation: str, transactions: TransactionalWriter, state: RunState
+        self,
+        run: str,
+        incarnation: str,
+        transactions: TransactionalWriter,
+        state: RunState,
+        *,
+        patience: float,
     ) -> None:
+        self._patience = patience
+        self._unseen: tuple[int, float] | None = None  # newest entry, and when it was committed
         self._run = run
         self._incarnation = incarnation
         self._topics = RunTopics(run)
@@ -221,7 +230,7 @@ class LedgerWriter:
             "step", policy.version, policy.weights_checksum, trained, set_aside, metrics, checkpoint
         )
         self._commit(step, policy, read)
-        self._state.commit(step)
+        self._take(step)
         return step
 
     def commit_set_aside(
@@ -235,8 +244,34 @@ class LedgerWriter:
         newest = self._state.newest
         step = self._entry("set_aside", newest, checksum, (), set_aside, metrics, None)
         self._commit(step, None, read)
-        self._state.commit(step)
+        self._take(step)
         return step
+
+    def _take(self, step: Step) -> None:
+        self._state.commit(step)
+        self._unseen = step.sequence, time.monotonic()
+
+    def saw(self, step: Step) -> None:
+        """`step` was read from the ledger: an own one, or FencedError, since another trainer's
+        means that it took over."""
+        if step.trainer != self._incarnation:
+            raise FencedError(
+                f"another trainer committed step {step.version_in} -> {step.version_out} of run "
+                f"{self._run}",
+                hint="Only one trainer of a run is active, the one started last. End this one.",
+            )
+        if self._unseen is not None and step.sequence >= self._unseen[0]:
+            self._unseen = None
+
+    def check_seen(self) -> None:
+        """DeadlineError if what was committed last cannot be read: Kafka did not finish it."""
+        if self._unseen is not None and time.monotonic() - self._unseen[1] > self._patience:
+            raise DeadlineError(
+                f"ledger entry {self._unseen[0]} was committed, but could not be read back in "
+                f"{self._patience:g} s: Kafka did not finish its transaction",
+                hint="Start the trainer again: it ends the transaction and goes on from what the "
+                "ledger holds.",
+            )
 
     def _entry(
         self,

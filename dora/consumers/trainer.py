@@ -93,7 +93,11 @@ class Trainer:
         self._writer = LogWriter(settings, client_id=PROCESS)
         self._heartbeat = Heartbeat(config, self._writer)
         self._ledger = LedgerWriter(
-            self._run, self._heartbeat.incarnation, self._transactions, self._state
+            self._run,
+            self._heartbeat.incarnation,
+            self._transactions,
+            self._state,
+            patience=config.kafka.request_timeout_seconds,
         )
         self._learner: Learner
         self._planner: Planner
@@ -278,6 +282,7 @@ class Trainer:
         while not stop.is_set():
             if self._ranks is not None:
                 self._ranks.check()
+            self._ledger.check_seen()
             decision = self._planner.decide()
             if decision.blocked is None:
                 return decision
@@ -321,7 +326,7 @@ class Trainer:
                 case Admission() if value.purpose == "train":
                     self._admit(value, message)
                 case Step():
-                    self._check_own(value)
+                    self._ledger.saw(value)
                 case Status(role="trainer") if value.state not in GONE:
                     self._settle_with_rival(value)
                 case _:
@@ -340,15 +345,6 @@ class Trainer:
             self._state.admit(admission)
         except ValueError as error:
             raise RunError(f"{place} contradicts the journal before it: {error}") from error
-
-    def _check_own(self, step: Step) -> None:
-        """Steps that arrive are echoes of this trainer's own; another's mean that it took over."""
-        if step.trainer != self._heartbeat.incarnation:
-            raise FencedError(
-                f"another trainer committed step {step.version_in} -> {step.version_out} of run "
-                f"{self._run}",
-                hint="Only one trainer of a run is active, the one started last. End this one.",
-            )
 
     def _settle_with_rival(self, rival: Status) -> None:
         """Find out who is active when another trainer speaks: a transaction of the fenced one fails

@@ -99,8 +99,7 @@ def test_a_weight_store_below_a_file_is_refused(small: SmallRun, settings: Clust
     refused(
         small.dora("train", "--set", f"weights.store=file://{small.path}"),
         1,
-        "the weight store",
-        f"file://{small.path}/{small.name}: Not a directory",
+        f"cannot store version 0 at file://{small.path}/{small.name}: Not a directory",
     )
 
 

@@ -10,6 +10,7 @@ the log itself.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from types import TracebackType
@@ -365,7 +366,15 @@ class LogReader:
                 raise explain(error, self._settings, doing, self._failures)
             if time.monotonic() >= deadline:
                 raise explain(error, self._settings, doing, self._failures)
+            self._learn_leaders({place.topic for place in asked})
             time.sleep(_IDLE_SECONDS)
+
+    def _learn_leaders(self, topics: Iterable[str]) -> None:
+        """librdkafka asks the leaders that it knows, and does not ask anew who leads when they
+        refuse because there was an election since (FENCED_LEADER_EPOCH)."""
+        for topic in topics:
+            with suppress(KafkaException):
+                self._consumer.list_topics(topic, timeout=2.0)
 
     def _raise_if_missing(self, asked: list[KafkaPartition], error: KafkaError) -> None:
         """TopicError if the cluster lacks what was asked for. Otherwise it is only being found

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import Never
@@ -30,7 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("dora.kafka").setLevel(logging.CRITICAL)  # the broker is a victim
-    signal.signal(signal.SIGTERM, _terminated)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     directory = given.directory or Path(tempfile.mkdtemp(prefix="dora-chaos-"))
     campaign = Campaign(directory, PROFILES[given.engine], given.seed, given.faults)
     try:
@@ -50,14 +52,27 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if findings.passed else 1
 
 
-def _terminated(number: int, frame: FrameType | None) -> Never:
+_interrupted = threading.Event()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> Never:
     """Let everything that was started be ended."""
+    _interrupted.set()
     raise KeyboardInterrupt
 
 
-if __name__ == "__main__":
+def _run() -> int:
+    """`main`, with the exit code of an interrupted process whatever the interruption broke."""
     try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted; every process of the run is ended\n")
-        sys.exit(130)
+        code = main()
+    except BaseException:
+        if not _interrupted.is_set():
+            raise
+    if not _interrupted.is_set():
+        return code
+    sys.stderr.write("interrupted; every process of the run is ended\n")
+    return 130
+
+
+if __name__ == "__main__":
+    sys.exit(_run())

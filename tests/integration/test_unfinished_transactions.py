@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -90,28 +89,6 @@ def test_what_a_transaction_left_when_its_broker_died_never_comes_to_life(home: 
         with writer.transaction() as transaction:
             transaction.send(TOPIC, admission(0), key="g0", partition=0)
     assert committed(settings) == [0]
-
-
-def test_offsets_are_found_after_the_leader_of_a_partition_was_elected_anew(home: Path) -> None:
-    """A broker that stands still for longer than its session (9 s) is elected anew."""
-    settings = settings_of(home)
-    with TopicAdmin(settings) as admin:
-        admin.create([TopicSpec(TOPIC, 1, {})])
-    broker, asleep = running_broker(home), time.monotonic() + 12
-    assert broker is not None
-    with LogReader(settings, client_id="t") as reader:
-        assert reader.end_offsets([PLACE]) == {PLACE: 0}
-        os.kill(broker.pid, signal.SIGSTOP)
-        until(lambda: time.monotonic() > asleep, "the session to end")
-        os.kill(broker.pid, signal.SIGCONT)
-        until(lambda: "handleBrokerFenced" in kafka_log(home), "the broker to be fenced")
-        asked = time.monotonic()
-        assert reader.end_offsets([PLACE]) == {PLACE: 0}
-        assert time.monotonic() - asked < 30
-
-
-def kafka_log(home: Path) -> str:
-    return (home / "logs" / "kafka.log").read_text()
 
 
 def test_an_abort_is_made_sure_of_before_the_next_transaction(settings, run_name: str) -> None:

@@ -3,7 +3,8 @@
 Invariant: nothing outside sees a librdkafka object or error; failures are `dora.errors`.
 """
 
-from dora.bus.reader import BEGINNING, END, LogReader, Message, Partition, Unreadable
+from dora.bus.offsets import Partition
+from dora.bus.reader import BEGINNING, END, LogReader, Message, Unreadable
 from dora.bus.settings import ClusterSettings, cluster_settings
 from dora.bus.topics import RunTopics, TopicAdmin, TopicInfo, TopicSpec, topic_plan
 from dora.bus.transactions import (

@@ -10,7 +10,6 @@ the log itself.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from types import TracebackType
@@ -28,8 +27,9 @@ from dora.bus.failures import (
     kafka_error,
     make_client,
 )
+from dora.bus.offsets import Partition, ask_offsets
 from dora.bus.settings import ClusterSettings, Isolation, consumer_properties
-from dora.errors import BusError, DeadlineError, TopicError
+from dora.errors import BusError, DeadlineError
 from dora.schemas.codec import UndecodableCode, UndecodableRecord, decode
 from dora.schemas.records import Record
 
@@ -37,9 +37,6 @@ BEGINNING = -2
 """Offset that stands for the first one that is still there."""
 END = -1
 """Offset that stands for the end at the time of the call."""
-
-Partition = tuple[str, int]
-"""Topic and partition number."""
 
 _TOPIC_GRACE_SECONDS = 10.0
 _IDLE_SECONDS = 0.05
@@ -339,59 +336,11 @@ class LogReader:
         )
 
     def _query(self, partitions: Iterable[Partition], symbol: int) -> dict[Partition, int]:
-        """Offsets from the partitions' leaders, asked for in one go.
-
-        A timestamp of -1 or -2 asks for the end or the beginning (ListOffsets, KIP-79), under the
-        reader's isolation level.
-        """
-        asked = [KafkaPartition(topic, number, symbol) for topic, number in partitions]
+        asked = list(partitions)
         if not asked:
             return {}
         self._await_first_answer()
-        deadline = time.monotonic() + self._settings.request_timeout
-        doing = f"asking for offsets of {asked[0].topic}"
-        while True:
-            try:
-                found = self._consumer.offsets_for_times(
-                    asked, timeout=max(0.1, min(10.0, deadline - time.monotonic()))
-                )
-                error = next((place.error for place in found if place.error is not None), None)
-            except KafkaException as exception:
-                error = kafka_error(exception)
-            if error is None:
-                return {(place.topic, place.partition): place.offset for place in found}
-            if is_unknown_topic(error):
-                self._raise_if_missing(asked, error)
-            elif not is_transient(error):
-                raise explain(error, self._settings, doing, self._failures)
-            if time.monotonic() >= deadline:
-                raise explain(error, self._settings, doing, self._failures)
-            self._learn_leaders({place.topic for place in asked})
-            time.sleep(_IDLE_SECONDS)
-
-    def _learn_leaders(self, topics: Iterable[str]) -> None:
-        """librdkafka asks the leaders that it knows, and does not ask anew who leads when they
-        refuse because there was an election since (FENCED_LEADER_EPOCH)."""
-        for topic in topics:
-            with suppress(KafkaException):
-                self._consumer.list_topics(topic, timeout=2.0)
-
-    def _raise_if_missing(self, asked: list[KafkaPartition], error: KafkaError) -> None:
-        """TopicError if the cluster lacks what was asked for. Otherwise it is only being found
-        again: a broker that slept has no leader for its partitions until it is let back in."""
-        try:
-            known = self._consumer.list_topics(timeout=10.0).topics
-        except KafkaException:
-            return
-        topics = {place.topic for place in asked}
-        missing = sorted(topics - set(known))
-        if missing:
-            raise TopicError(
-                f"Kafka at {self._settings.bootstrap_servers} has no topic {', '.join(missing)}",
-                hint="create a run's topics with: dora topics create CONFIG",
-            )
-        if any(place.partition not in known[place.topic].partitions for place in asked):
-            raise explain(error, self._settings, f"asking for offsets of {', '.join(topics)}")
+        return ask_offsets(self._consumer, self._settings, self._failures, asked, symbol)
 
     def _await_first_answer(self) -> None:
         if not self._answered:

@@ -29,7 +29,8 @@ from confluent_kafka import Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
 from dora.bus.failures import explain, kafka_error, make_client
-from dora.bus.reader import LogReader, Partition
+from dora.bus.offsets import Partition
+from dora.bus.reader import LogReader
 from dora.bus.settings import ClusterSettings, client_properties, transactional_properties
 from dora.bus.writer import Deliveries
 from dora.errors import BusError

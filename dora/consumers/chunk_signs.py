@@ -7,7 +7,8 @@ its budget; what it did not reach, the next look goes on with.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dora.bus.reader import LogReader, Partition
+from dora.bus.offsets import Partition
+from dora.bus.reader import LogReader
 from dora.bus.settings import ClusterSettings
 from dora.consumers.waits import Sign
 from dora.errors import DeadlineError

@@ -6,7 +6,8 @@ version. What lies before them concerns groups that the ledger has closed.
 
 from collections.abc import Mapping
 
-from dora.bus.reader import BEGINNING, LogReader, Partition
+from dora.bus.offsets import Partition
+from dora.bus.reader import BEGINNING, LogReader
 from dora.bus.topics import RunTopics
 from dora.config import Config
 from dora.core.ring import slot_partitions

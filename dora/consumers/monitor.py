@@ -8,7 +8,8 @@ import json
 import logging
 import time
 
-from dora.bus.reader import BEGINNING, LogReader, Partition
+from dora.bus.offsets import Partition
+from dora.bus.reader import BEGINNING, LogReader
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics, TopicAdmin
 from dora.consumers.chunk_signs import ChunkSigns, Search

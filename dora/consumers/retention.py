@@ -7,7 +7,8 @@ Chunks are not among them: without them a takeover starts over, and nothing else
 
 from dataclasses import dataclass
 
-from dora.bus.reader import LogReader, Partition
+from dora.bus.offsets import Partition
+from dora.bus.reader import LogReader
 from dora.bus.topics import RunTopics
 from dora.consumers.ledger import History
 from dora.core.window import Window

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable
 
 from dora import faults
+from dora.bus.reader import BEGINNING
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
@@ -27,7 +28,7 @@ from dora.core.roster import GONE
 from dora.core.window import Window
 from dora.errors import DeadlineError
 from dora.producers.record_maker import RecordMaker
-from dora.producers.run_fold import BEGINNING, JOURNAL, RunFold
+from dora.producers.run_fold import JOURNAL, RunFold
 from dora.producers.takeover import ChunkScanner, Lost
 from dora.schemas.records import (
     Admission,

@@ -10,7 +10,8 @@ import json
 import logging
 from collections.abc import Callable
 
-from dora.bus.reader import LogReader, Message, Unreadable
+from dora.bus.offsets import Partition
+from dora.bus.reader import BEGINNING, LogReader, Message, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.config import Config
@@ -23,13 +24,10 @@ from dora.schemas.records import Admission, Policy, RunStarted
 log = logging.getLogger(__name__)
 
 JOURNAL = 0
-BEGINNING = -2
 REBUILD_SECONDS = 300.0
 STATUS_RECORDS = 10_000
 """Statuses read at start. A worker whose last word lies further back speaks again, or never."""
 _TAIL = 256
-
-Place = tuple[str, int]
 
 
 class RunFold:
@@ -87,7 +85,7 @@ class RunFold:
         for message in self._reader.poll(timeout=timeout):
             self._apply(message, live=True)
 
-    def start_of(self, topic: str, version: int) -> dict[Place, int]:
+    def start_of(self, topic: str, version: int) -> dict[Partition, int]:
         """Where the version's slot of `topic` starts, by partition: the announced offsets."""
         policy = self._policies.get(version)
         slots = () if policy is None else policy.slots
@@ -153,7 +151,7 @@ class RunFold:
         topics = {slot.topic for slot in base.slots}
         return base if {self._topics.steps, self._topics.dispatch} <= topics else None, count
 
-    def _positions(self, base: Policy | None) -> dict[Place, int]:
+    def _positions(self, base: Policy | None) -> dict[Partition, int]:
         topics = self._topics
         places = [(topics.steps, 0)]
         places += [(topics.dispatch, i) for i in range(self._config.kafka.dispatch_partitions)]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dora.bus.offsets import Partition
 from dora.bus.reader import BEGINNING, LogReader
 from dora.bus.settings import ClusterSettings
 from dora.core.prefixes import Prefix, PrefixCollector
@@ -22,15 +23,13 @@ log = logging.getLogger(__name__)
 SCAN_SECONDS = 60.0
 """How long one reading may take before what was found so far has to do."""
 
-Place = tuple[str, int]
-
 
 @dataclass(frozen=True, slots=True)
 class Lost:
     """A trajectory to look for: its version, its partition and where the version begins there."""
 
     version: int
-    place: Place
+    place: Partition
     start: int
 
 
@@ -82,7 +81,7 @@ def scan(
     collector = PrefixCollector({identity: lost.version for identity, lost in wanted.items()})
     try:
         with LogReader(settings, client_id="takeover", wanted=wanted.__contains__) as reader:
-            starts: dict[Place, int] = {}
+            starts: dict[Partition, int] = {}
             for lost in wanted.values():
                 starts[lost.place] = min(lost.start, starts.get(lost.place, lost.start))
             first = reader.start_offsets(starts)

@@ -13,14 +13,16 @@ import time
 from collections.abc import Callable
 
 from dora import faults
-from dora.bus.reader import LogReader, Message, Unreadable
+from dora.bus.reader import BEGINNING, END, LogReader, Message, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.bus.writer import LogWriter
 from dora.config import Config
-from dora.core.ring import partition, worker_partition
+from dora.core.ring import worker_partition
 from dora.core.roster import holding
+from dora.core.window import Window
 from dora.errors import DeadlineError, DoraError, MissingWeightsError, TaskError
+from dora.producers.attempt_writer import AttemptWriter
 from dora.producers.emulated_scoring import EmulatedScorer
 from dora.producers.engines.base import Delta, Engine
 from dora.producers.generation import Attempt, attempt_seed
@@ -38,8 +40,6 @@ from dora.schemas.records import (
 
 log = logging.getLogger(__name__)
 
-END = -1
-BEGINNING = -2
 POLICY_SECONDS = 60.0
 DRAIN_SECONDS = 5.0
 
@@ -78,6 +78,8 @@ class Worker:
         self._reader = LogReader(settings, client_id=worker)
         self._writer = LogWriter(settings, client_id=worker)
         self._reporter = Reporter(config, self._writer, worker, clock, now_ms)
+        self._output = AttemptWriter(config, self._writer, now_ms)
+        self._window = Window(config.window.max_staleness, config.window.groups_per_step)
         self._policies: dict[int, Policy] = {}
         self._attempts: dict[str, Attempt] = {}
         self._scored: list[Scored] = []
@@ -220,7 +222,7 @@ class Worker:
     def _hand_back(self, attempt: Attempt) -> None:
         """Ends an attempt early; what it has goes into its last chunk."""
         self._engine.abort(attempt.command.trajectory_id)
-        self._emit_chunk(attempt, last=True)
+        self._output.chunk(attempt, last=True)
         del self._attempts[attempt.command.trajectory_id]
 
     def _try_switch(self, version: int, deadline: float) -> None:
@@ -269,8 +271,7 @@ class Worker:
 
     def _departed(self, version: int) -> bool:
         """Whether the version left the window: all its groups are trained, nobody needs it."""
-        newest = max(self._policies, default=-1)
-        return version < newest - self._config.window.max_staleness
+        return version < self._window.oldest_live(max(self._policies, default=0))
 
     def _hand_back_stalled(self) -> None:
         """Takes back what its engine seems to have forgotten, so that it is tried again."""
@@ -293,23 +294,12 @@ class Worker:
         attempt.take(delta, now_ms)
         attempt.progress_at = self._clock()
         self._reporter.count("tokens_total", len(delta.token_ids))
-        self._emit_chunk(attempt)
+        self._output.chunk(attempt)
         if attempt.finish_reason == "error":
             self._fail(attempt, "generation_failed", attempt.error or "the engine gave no reason")
         elif attempt.finish_reason is not None:
             text = self._tokenizer.decode(attempt.tokens)
             self._scorer.submit(delta.request_id, text, attempt.prompt.item)
-
-    def _emit_chunk(self, attempt: Attempt, *, last: bool = False) -> None:
-        chunk = attempt.chunk(self._config.rollout.chunk_tokens, self._now_ms(), last=last)
-        if chunk is not None:
-            self._writer.send(
-                self._topics.chunks,
-                chunk,
-                key=chunk.trajectory_id,
-                partition=self._partition(attempt),
-            )
-            faults.point("worker.chunk_sent")
 
     def _finish_scored(self) -> None:
         """Writes what is scored. Chunks and trajectories lie in different partitions: should this
@@ -333,42 +323,20 @@ class Worker:
                 payload=self._tokenizer.decode(attempt.tokens).encode(),
             )
         error = None if scored.reward is not None else f"{scored.error_code}: {scored.error}"
-        self._emit_trajectory(attempt, scored.reward, scored.parts, error)
+        self._write(attempt, scored.reward, scored.parts, error)
 
     def _fail(self, attempt: Attempt, code: str, reason: str) -> None:
         attempt.finish_reason = "error"
         self._reporter.dead_letter(code, reason, trajectory_id=attempt.command.trajectory_id)
-        self._emit_trajectory(attempt, None, {}, f"{code}: {reason}")
+        self._write(attempt, None, {}, f"{code}: {reason}")
 
-    def _emit_trajectory(
+    def _write(
         self, attempt: Attempt, reward: float | None, parts: dict[str, float], error: str | None
     ) -> None:
-        trajectory = attempt.trajectory(
-            engine=self._engine.name,
-            reward=reward,
-            parts=parts,
-            error=error,
-            text=self._tokenizer.decode(attempt.tokens),
-            now_ms=self._now_ms(),
-        )
-        self._writer.send(
-            self._topics.trajectories,
-            trajectory,
-            key=trajectory.trajectory_id,
-            partition=self._partition(attempt),
-        )
-        faults.point("worker.trajectory_sent")
+        text = self._tokenizer.decode(attempt.tokens)
+        self._output.trajectory(attempt, self._engine.name, reward, parts, error, text)
         self._reporter.count("trajectories_total")
-        self._unconfirmed.append(trajectory.trajectory_id)
-
-    def _partition(self, attempt: Attempt) -> int:
-        command = attempt.command
-        return partition(
-            command.policy_version,
-            command.group_id,
-            self._config.window.ring,
-            self._config.kafka.lanes,
-        )
+        self._unconfirmed.append(attempt.command.trajectory_id)
 
     def _say(self, state: ProcessState, message: str) -> None:
         self._reporter.state, self._reporter.message = state, message

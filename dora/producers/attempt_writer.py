@@ -1,0 +1,62 @@
+"""Where a worker's attempts go in the log: chunks while they are generated, then the trajectory.
+
+Invariant: all records of an attempt go to the one partition of its group's version and lane, in
+either topic.
+"""
+
+from collections.abc import Callable
+
+from dora import faults
+from dora.bus.topics import RunTopics
+from dora.bus.writer import LogWriter
+from dora.config import Config
+from dora.core.ring import partition
+from dora.producers.generation import Attempt
+
+
+class AttemptWriter:
+    """Writes with `writer`, without waiting; `now_ms` is Unix time in milliseconds."""
+
+    def __init__(self, config: Config, writer: LogWriter, now_ms: Callable[[], int]) -> None:
+        self._ring, self._lanes = config.window.ring, config.kafka.lanes
+        self._chunk_tokens = config.rollout.chunk_tokens
+        self._topics = RunTopics(config.run.name)
+        self._writer = writer
+        self._now_ms = now_ms
+
+    def chunk(self, attempt: Attempt, *, last: bool = False) -> None:
+        """Write the attempt's next chunk if one is due; `last` ends the attempt."""
+        chunk = attempt.chunk(self._chunk_tokens, self._now_ms(), last=last)
+        if chunk is not None:
+            self._writer.send(
+                self._topics.chunks,
+                chunk,
+                key=chunk.trajectory_id,
+                partition=self._partition(attempt),
+            )
+            faults.point("worker.chunk_sent")
+
+    def trajectory(
+        self,
+        attempt: Attempt,
+        engine: str,
+        reward: float | None,
+        parts: dict[str, float],
+        error: str | None,
+        text: str,
+    ) -> None:
+        """Write the finished trajectory; its chunks must be acknowledged."""
+        trajectory = attempt.trajectory(
+            engine=engine, reward=reward, parts=parts, error=error, text=text, now_ms=self._now_ms()
+        )
+        self._writer.send(
+            self._topics.trajectories,
+            trajectory,
+            key=trajectory.trajectory_id,
+            partition=self._partition(attempt),
+        )
+        faults.point("worker.trajectory_sent")
+
+    def _partition(self, attempt: Attempt) -> int:
+        command = attempt.command
+        return partition(command.policy_version, command.group_id, self._ring, self._lanes)

@@ -10,12 +10,10 @@ from dora.bus.offsets import Partition
 from dora.bus.reader import BEGINNING, LogReader
 from dora.bus.topics import RunTopics
 from dora.config import Config
-from dora.core.ring import slot_partitions
+from dora.core.ring import JOURNAL, slot_partitions
 from dora.core.window import Window
 from dora.errors import RunError
 from dora.schemas.records import Policy
-
-JOURNAL = 0
 
 
 def live_positions(

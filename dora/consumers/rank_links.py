@@ -190,7 +190,7 @@ class Watch:
     def stop(self) -> None:
         """No more watching."""
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(self._interval + 1.0)  # a daemon: it holds nothing up
 
     def _run(self) -> None:
         while not self._stopped.wait(self._interval):

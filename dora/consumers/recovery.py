@@ -24,6 +24,7 @@ from dora.consumers.checkpoints import Checkpoints
 from dora.consumers.learner import Learner
 from dora.consumers.ledger import History, whole_ledger
 from dora.consumers.planner import prepare_samples
+from dora.consumers.shares import Place
 from dora.errors import BusError, DeadlineError, RunError, WeightsError
 from dora.schemas.records import GroupRef, Step, Trajectory
 from dora.weights.store import WeightStore
@@ -36,8 +37,6 @@ READ_SECONDS = 300.0
 
 FAR = 500
 """Records that are read past rather than skipped with a new request."""
-
-Place = tuple[int, int]
 
 
 def fetch_trajectories(
@@ -90,6 +89,14 @@ def fetch_trajectories(
     return found
 
 
+def fetch_steps(
+    reader: LogReader, topic: str, steps: Iterable[Step], deadline: float
+) -> dict[Place, Trajectory]:
+    """The trajectories that `steps` trained; raises what `fetch_trajectories` raises."""
+    groups = [group for step in steps for group in places_of(step.trained)]
+    return fetch_trajectories(reader, topic, [p for group in groups for p in group], deadline)
+
+
 def places_of(refs: Iterable[GroupRef]) -> list[list[Place]]:
     """Where the samples of each group lie, in the order in which they are trained."""
     return [[(sample.partition, sample.offset) for sample in ref.samples] for ref in refs]
@@ -97,12 +104,11 @@ def places_of(refs: Iterable[GroupRef]) -> list[list[Place]]:
 
 def samples_of_step(
     step: Step,
-    fetch: Callable[[list[Place]], Mapping[Place, Trajectory]],
+    records: Mapping[Place, Trajectory],
     vocabulary: int,
     settings: LossSection,
 ) -> list[tuple[Sample, ...]]:
-    """The groups that `step` trained, in the recorded order."""
-    records = fetch([place for places in places_of(step.trained) for place in places])
+    """The groups that `step` trained, in the recorded order; `records` hold their trajectories."""
     return [_samples_of(ref, records, vocabulary, settings) for ref in step.trained]
 
 
@@ -312,9 +318,10 @@ class Recovery:
     def _redo(self, step: Step, reader: LogReader) -> None:
         self._say(f"redoing step {step.version_in} -> {step.version_out}")
         try:
+            records = fetch_steps(reader, self._topic, [step], READ_SECONDS)
             groups = samples_of_step(
                 step,
-                lambda places: fetch_trajectories(reader, self._topic, places, READ_SECONDS),
+                records,
                 self._learner.vocabulary,
                 self._config.trainer.loss,
             )

@@ -6,8 +6,7 @@ starting model and on the logged trajectories only.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,12 +15,9 @@ from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.config import Config
 from dora.consumers.learner import Learner
-from dora.consumers.ledger import History, read_ledger
-from dora.consumers.recovery import Place, fetch_trajectories, samples_of_step
-from dora.core.state import RunState
-from dora.core.window import Window
+from dora.consumers.ledger import History, new_state, read_ledger
+from dora.consumers.recovery import fetch_steps, samples_of_step
 from dora.errors import RunError
-from dora.schemas.records import Step, Trajectory
 from dora.weights.models import model_directory
 
 log = logging.getLogger(__name__)
@@ -85,13 +81,13 @@ def redo_run(
         return redone
 
     checksum = compare(0, history.policies[0].weights_checksum)
-    done = 0
-    with closing(LogReader(settings, client_id=f"{config.run.name}.redo")) as reader:
+    done, topic = 0, RunTopics(config.run.name).trajectories
+    with LogReader(settings, client_id=f"{config.run.name}.redo") as reader:
         for start in range(0, len(history.redo), STEPS_AT_ONCE):
             steps = history.redo[start : start + STEPS_AT_ONCE]
-            fetched = _Fetched(_fetch(reader, config, steps, deadline))
+            records = fetch_steps(reader, topic, steps, deadline)
             for step in steps:
-                groups = samples_of_step(step, fetched.at, learner.vocabulary, config.trainer.loss)
+                groups = samples_of_step(step, records, learner.vocabulary, config.trainer.loss)
                 learner.update(groups, step.version_in)
                 checksum = compare(step.version_out, step.weights_checksum)
                 done += 1
@@ -99,37 +95,12 @@ def redo_run(
     return RedoReport(config.run.name, done, checksum, tuple(differing))
 
 
-@dataclass(frozen=True, slots=True)
-class _Fetched:
-    """Trajectories at hand."""
-
-    records: Mapping[Place, Trajectory]
-
-    def at(self, places: list[Place]) -> Mapping[Place, Trajectory]:
-        """Those at `places`, among others."""
-        return self.records
-
-
 def _history(config: Config, settings: ClusterSettings, deadline: float) -> History:
     """The committed ledger, with every step in `redo`."""
-    window = Window(config.window.max_staleness, config.window.groups_per_step)
-    state = RunState(window, config.window.group_size, config.task.success_threshold)
+    state = new_state(config)
     topics = RunTopics(config.run.name)
-    with closing(LogReader(settings, client_id=f"{config.run.name}.redo")) as reader:
+    with LogReader(settings, client_id=f"{config.run.name}.redo") as reader:
         history = read_ledger(reader, topics, state, (), deadline)
     if history.started is None or 0 not in history.policies:
         raise RunError(f"run {config.run.name} has not begun: there is nothing to redo")
     return history
-
-
-def _fetch(
-    reader: LogReader, config: Config, steps: Sequence[Step], deadline: float
-) -> Mapping[Place, Trajectory]:
-    places = [
-        (sample.partition, sample.offset)
-        for step in steps
-        for ref in step.trained
-        for sample in ref.samples
-    ]
-    topic = RunTopics(config.run.name).trajectories
-    return fetch_trajectories(reader, topic, places, deadline)

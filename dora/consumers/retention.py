@@ -11,10 +11,10 @@ from dora.bus.offsets import Partition
 from dora.bus.reader import LogReader
 from dora.bus.topics import RunTopics
 from dora.consumers.ledger import History
+from dora.core.ring import JOURNAL
 from dora.core.window import Window
 from dora.errors import RunError
 
-JOURNAL = 0
 _NAMED = 5
 
 

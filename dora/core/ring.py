@@ -9,6 +9,9 @@ never Python's salted `hash`).
 
 import zlib
 
+JOURNAL = 0
+"""Partition of the dispatch topic that holds the admission journal; the others hold commands."""
+
 
 def slot(version: int, ring: int) -> int:
     """Slot of a version, 0 .. ring-1. ValueError for a negative version or an empty ring."""

@@ -23,12 +23,12 @@ from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
 from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.core.coordination import Coordination, Decision, Rules
-from dora.core.ring import partition, trajectory_id, worker_partition
+from dora.core.ring import JOURNAL, partition, trajectory_id, worker_partition
 from dora.core.roster import GONE
 from dora.core.window import Window
 from dora.errors import DeadlineError
 from dora.producers.record_maker import RecordMaker
-from dora.producers.run_fold import JOURNAL, RunFold
+from dora.producers.run_fold import RunFold
 from dora.producers.takeover import ChunkScanner, Lost
 from dora.schemas.records import (
     Admission,

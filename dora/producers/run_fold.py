@@ -17,13 +17,12 @@ from dora.bus.topics import RunTopics
 from dora.config import Config
 from dora.core.coordination import Coordination
 from dora.core.identity import differences
-from dora.core.ring import slot_partitions
+from dora.core.ring import JOURNAL, slot_partitions
 from dora.errors import RunError
 from dora.schemas.records import Admission, Policy, RunStarted
 
 log = logging.getLogger(__name__)
 
-JOURNAL = 0
 REBUILD_SECONDS = 300.0
 STATUS_RECORDS = 10_000
 """Statuses read at start. A worker whose last word lies further back speaks again, or never."""

@@ -20,7 +20,7 @@ PAGE = Path(__file__).with_name("configuration.md")
 INTRODUCTION = """\
 # Configuration
 
-Made from the docstrings in `dora/config.py` and `dora/config_training.py` by `make docs`;
+Made from the docstrings in `dora/config*.py` by `make docs`;
 change it there.
 
 A run is described by one TOML file. Its values can be overridden, each of these by the next:
@@ -58,9 +58,10 @@ def page() -> str:
 def _sections(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[str]:
     """A model's table, then those of the sections in it."""
     inner = {
-        name: info.annotation
+        name: section
         for name, info in model.model_fields.items()
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+        for section in (info.annotation, *get_args(info.annotation))
+        if isinstance(section, type) and issubclass(section, BaseModel)
     }
     if path:
         yield f"## `[{'.'.join(path)}]`\n\n{_one_line(model.__doc__)}\n"
@@ -85,7 +86,8 @@ def _type(annotation: Any, info: FieldInfo | None = None) -> str:
         name = {Path: "path", str: "text", SecretStr: "secret"}[annotation]
         return "`module:function`" if _is_hook(info) else name
     if origin in (Union, types.UnionType):
-        return _type(next(part for part in arguments if part is not type(None)), info)
+        parts = [part for part in arguments if part is not type(None)]
+        return " or ".join(_type(part, info) for part in parts)
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in arguments)
     if origin is tuple:

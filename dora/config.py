@@ -10,17 +10,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, model_validator
 
-from dora.config_training import (
-    Hook,
-    Positive,
-    RecoverySection,
-    Seconds,
-    Section,
-    TrainerSection,
-)
+from dora.config_emulation import EmulatedSection
+from dora.config_schedule import ScheduleSection
+from dora.config_section import Hook, Positive, Seconds, Section
+from dora.config_training import LoraSection, RecoverySection, TrainerSection
 
 BYTES_PER_TOKEN = 16
 """What a token of a trajectory record takes at most: id, log-probability, mask and its text."""
+_UNIDENTIFYING = (
+    "verifier_timeout_seconds",
+    "verifier_processes",
+    "synthetic_prompts",
+    "synthetic_prompt_tokens",
+)
 
 
 class RunSection(Section):
@@ -75,13 +77,17 @@ class PolicySection(Section):
     """Type of the weights that workers load and the trainer publishes."""
     trust_remote_code: bool = False
     """Lets Hugging Face models run code of their own; off unless you trust the model."""
+    lora: LoraSection | None = None
+    """Train a low-rank adapter instead of all weights: each policy version is an adapter of the
+    model, and one engine hosts all live versions at once."""
 
 
 class TaskSection(Section):
     """Prompts and how answers are scored."""
 
-    kind: Literal["reasoning-gym", "jsonl"]
-    """Where prompts come from: a task of the reasoning-gym library, or a JSONL file."""
+    kind: Literal["reasoning-gym", "jsonl", "synthetic"]
+    """Where prompts come from: a task of the reasoning-gym library, a JSONL file, or for emulated
+    engines `synthetic`: token ids without a text, which need no tokenizer."""
     name: str | None = None
     """reasoning-gym: name of the task, such as `spell_backward`."""
     parameters: dict[str, Any] = {}
@@ -112,6 +118,10 @@ class TaskSection(Section):
     """A trajectory with at least this reward counts as a success."""
     max_prompt_tokens: Positive = 1024
     """Longer prompts are refused when the data set is read."""
+    synthetic_prompts: Positive = 1024
+    """synthetic: number of different prompts, gone through again and again."""
+    synthetic_prompt_tokens: Positive = 256
+    """synthetic: length of each prompt in tokens."""
 
     @model_validator(mode="after")
     def _fields_fit_the_kind(self) -> "TaskSection":
@@ -133,6 +143,9 @@ class WindowSection(Section):
     """B: groups in one training step."""
     group_size: Positive = 8
     """G: trajectories of one prompt, compared with one another."""
+    tokens_per_step: Positive | None = None
+    """Budget of generated tokens of one training step: it takes groups until the budget is
+    reached, and at most groups_per_step. Without it each step takes groups_per_step."""
 
     @property
     def ring(self) -> int:
@@ -140,34 +153,14 @@ class WindowSection(Section):
         return self.max_staleness + 2
 
 
-class EmulatedSection(Section):
-    """Latency model of an accelerator, for schedules and faults at sizes no test machine has."""
-
-    iteration_seconds: Annotated[float, Field(ge=0)] = 0.024
-    """Time of one decode iteration with an empty batch."""
-    iteration_seconds_per_sequence: Annotated[float, Field(ge=0)] = 0.0001
-    """What each running sequence adds to the iteration."""
-    prefill_seconds_per_token: Annotated[float, Field(ge=0)] = 0.00001
-    """Time to read one prompt token."""
-    load_seconds: Annotated[float, Field(ge=0)] = 0.5
-    """Time to apply new weights."""
-    length: Literal["fixed", "uniform", "lognormal"] = "lognormal"
-    """Distribution of response lengths."""
-    length_mean: Annotated[float, Field(gt=0)] = 64.0
-    """Mean response length in tokens."""
-    length_sigma: Annotated[float, Field(ge=0)] = 1.0
-    """lognormal: sigma of the logarithm; the larger, the heavier the tail."""
-    time_scale: Annotated[float, Field(ge=0)] = 1.0
-    """Wall-clock seconds per emulated second; 0 does not wait at all."""
-    success_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of emulated trajectories that get reward 1; their text is not scored."""
-
-
 class RolloutSection(Section):
     """Rollout workers and the distribution they sample from."""
 
     workers: Positive = 1
-    """Worker processes that `dora run` starts on this machine."""
+    """Workers that `dora run` starts on this machine, each in a process of its own unless
+    workers_per_process says otherwise."""
+    workers_per_process: Positive = 1
+    """emulated: workers that share a process, so that many fit on one machine."""
     engine: Literal["vllm", "emulated"] = "vllm"
     """What generates: vLLM, or a latency model without a language model."""
     capacity: Positive = 128
@@ -196,6 +189,9 @@ class RolloutSection(Section):
     """CPU only: memory for the key-value cache, in GiB."""
     threads: Positive = 1
     """CPU only: threads of the engine."""
+    adapters: Positive | None = None
+    """policy.lora: adapters that one engine holds at once; by default one for each live version
+    and one to spare."""
     engine_options: dict[str, Any] = {}
     """Further arguments of vLLM's EngineArgs, passed through."""
     heartbeat_seconds: Seconds = 1.0
@@ -257,6 +253,8 @@ class Config(Section):
     """Training."""
     window: WindowSection = WindowSection()
     """Window."""
+    schedule: ScheduleSection = ScheduleSection()
+    """Schedule."""
     rollout: RolloutSection = RolloutSection()
     """Generation."""
     kafka: KafkaSection = KafkaSection()
@@ -293,6 +291,7 @@ class Config(Section):
                 f"rollout.max_model_len ({self.rollout.max_model_len}) is shorter than "
                 f"task.max_prompt_tokens + rollout.max_new_tokens ({longest})"
             )
+        self._schedule_fits()
         needed = BYTES_PER_TOKEN * self.max_model_len
         if self.kafka.max_message_bytes < needed:
             raise ValueError(
@@ -300,6 +299,40 @@ class Config(Section):
                 f"trajectories of {self.max_model_len} tokens: at least {needed}"
             )
         return self
+
+    def _schedule_fits(self) -> None:
+        kind, staleness = self.schedule.kind, self.window.max_staleness
+        if kind == "sync" and staleness != 0:
+            raise ValueError(
+                f"schedule.kind = sync needs window.max_staleness = 0, not {staleness}"
+            )
+        if kind == "one-step-off" and staleness != 1:
+            raise ValueError(
+                f"schedule.kind = one-step-off needs window.max_staleness = 1, not {staleness}"
+            )
+        if self.schedule.colocated and kind not in ("sync", "partial"):
+            raise ValueError(f"schedule.colocated is for sync and partial, not for {kind}")
+        if kind == "partial" and self.policy.lora is not None:
+            raise ValueError("schedule.kind = partial trains all weights: remove policy.lora")
+        adapters = self.rollout.adapters
+        if self.policy.lora is not None and adapters is not None and adapters < staleness + 1:
+            raise ValueError(
+                f"rollout.adapters ({adapters}) must hold every live version "
+                f"(window.max_staleness + 1 = {staleness + 1})"
+            )
+        emulated = self.rollout.engine == "emulated"
+        if self.task.kind == "synthetic" and not emulated:
+            raise ValueError("task.kind = synthetic is for rollout.engine = emulated")
+        if self.rollout.workers_per_process > 1 and not emulated:
+            raise ValueError("rollout.workers_per_process is for rollout.engine = emulated")
+        cache = self.rollout.emulated.kv_cache_tokens
+        if emulated and cache is not None and cache < self.max_model_len:
+            raise ValueError(
+                f"rollout.emulated.kv_cache_tokens ({cache}) cannot hold one sequence of "
+                f"{self.max_model_len} tokens"
+            )
+        if self.trainer.streamed and self.trainer.ranks > 1:
+            raise ValueError("trainer.streamed needs trainer.ranks = 1")
 
     @property
     def run_directory(self) -> Path:
@@ -317,18 +350,15 @@ class Config(Section):
         """What makes this run this run: everything that shapes its data and its updates.
 
         Two configurations with equal identity may continue one another. Where things run
-        (addresses, directories, threads, timeouts) and how long (`trainer.steps`) is left out.
+        (addresses, directories, threads, timeouts) and how long (`trainer.steps`) is left out, and
+        so is what a run does not use: older runs did not record it.
         """
         data = self.model_dump(mode="json")
-        return {
+        identity: dict[str, Any] = {
             "run": {"name": self.run.name, "seed": self.run.seed},
             "policy": {k: data["policy"][k] for k in ("model", "dtype")},
-            "task": {
-                k: v
-                for k, v in data["task"].items()
-                if k not in ("verifier_timeout_seconds", "verifier_processes")
-            },
-            "window": data["window"],
+            "task": {k: v for k, v in data["task"].items() if k not in _UNIDENTIFYING},
+            "window": {k: v for k, v in data["window"].items() if v is not None},
             "rollout": {
                 k: data["rollout"][k]
                 for k in ("max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids")
@@ -337,3 +367,15 @@ class Config(Section):
             "kafka": {k: data["kafka"][k] for k in ("lanes", "dispatch_partitions")},
             "evaluation": data["evaluation"],
         }
+        if self.policy.lora is not None:
+            identity["policy"]["lora"] = data["policy"]["lora"]
+        if self.schedule.kind != "dora":
+            identity["schedule"] = {"kind": self.schedule.kind}
+        if self.trainer.streamed:
+            identity["trainer"]["streamed"] = True
+        if self.trainer.engine != "deepspeed":
+            identity["trainer"]["engine"] = self.trainer.engine
+        if self.task.kind == "synthetic":
+            for key in ("synthetic_prompts", "synthetic_prompt_tokens"):
+                identity["task"][key] = data["task"][key]
+        return identity

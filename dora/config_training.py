@@ -1,21 +1,25 @@
-"""The sections of the configuration that shape the training, and what all sections are made of.
+"""The sections of the configuration that shape the training.
 
 Invariant: a section's values are checked when it is made, and never change.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-Seconds = Annotated[float, Field(gt=0)]
-Positive = Annotated[int, Field(ge=1)]
-Hook = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+from dora.config_emulation import EmulatedTrainerSection
+from dora.config_section import Positive, Seconds, Section
 
 
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors and values never change."""
+class LoraSection(Section):
+    """Low-rank adaptation (LoRA, arXiv 2106.09685)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    rank: Positive = 16
+    """Rank of the adapter."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Scale of the adapter: its product is multiplied by alpha / rank."""
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Names of the linear layers that are adapted; `all-linear` is all but the output head."""
 
 
 class LossSection(Section):
@@ -93,6 +97,13 @@ class TrainerSection(Section):
     several machines start `dora train` with a launcher that sets RANK and WORLD_SIZE."""
     rank_timeout_seconds: Seconds = 300.0
     """How long a rank waits for the others before all of them stop."""
+    streamed: bool = False
+    """Begin forward and backward passes on groups as they finish, and update once the batch is
+    complete; the same gradients, up to rounding, sooner."""
+    engine: Literal["deepspeed", "emulated"] = "deepspeed"
+    """What trains: DeepSpeed, or a latency model that waits and leaves the weights as they are."""
+    emulated: EmulatedTrainerSection = EmulatedTrainerSection()
+    """Parameters of the emulated trainer."""
     loss: LossSection = LossSection()
     """The loss."""
     optimizer: OptimizerSection = OptimizerSection()

@@ -14,6 +14,7 @@ _SUFFIXES = (
     "dispatch",
     "chunks",
     "trajectories",
+    "handovers",
     "policies",
     "steps",
     "workers",
@@ -54,6 +55,12 @@ class RunTopics:
     def trajectories(self) -> str:
         """Finished trajectories."""
         return f"{self.run}.trajectories"
+
+    @property
+    def handovers(self) -> str:
+        """What trajectories that move had, for whoever starts them elsewhere; a shortcut past the
+        chunks, which are the truth."""
+        return f"{self.run}.handovers"
 
     @property
     def policies(self) -> str:
@@ -112,7 +119,8 @@ def topic_plan(config: Config) -> list[TopicSpec]:
     """The topics that a run needs.
 
     `dispatch`, `steps` and `dead-letters` are kept for ever: the ledger and the admission journal
-    are the run. `policies` and `workers` keep the latest record of each key (version, process).
+    are the run. A handover is read at once or not at all: `handovers` are kept for an hour.
+    `policies` and `workers` keep the latest record of each key (version, process).
     """
     kafka, topics = config.kafka, RunTopics(config.run.name)
     shared = {
@@ -133,6 +141,7 @@ def topic_plan(config: Config) -> list[TopicSpec]:
         "segment.ms": "3600000",
         "min.cleanable.dirty.ratio": "0.2",
     }
+    passing = {**shared, "cleanup.policy": "delete", "retention.ms": "3600000"}
     versioned = config.window.ring * kafka.lanes
 
     def spec(name: str, partitions: int, configs: dict[str, str]) -> TopicSpec:
@@ -142,6 +151,7 @@ def topic_plan(config: Config) -> list[TopicSpec]:
         spec(topics.dispatch, kafka.dispatch_partitions, forever),
         spec(topics.chunks, versioned, data),
         spec(topics.trajectories, versioned, data),
+        spec(topics.handovers, 1, passing),
         spec(topics.policies, 1, latest),
         spec(topics.steps, 1, forever),
         spec(topics.workers, 1, latest),

@@ -264,6 +264,9 @@ class Admission:
     created_ms: int
 
 
+CommandKind = Literal["start", "yield", "move", "switch", "pause", "stop"]
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """A command to one incarnation of a worker."""
@@ -271,7 +274,7 @@ class Command:
     run: str
     worker: str
     incarnation: str
-    kind: Literal["start", "yield", "switch", "stop"]
+    kind: CommandKind
     created_ms: int
     trajectory_id: str = ""
     group_id: str = ""
@@ -282,10 +285,14 @@ class Command:
     purpose: Purpose = "train"
     prefix_token_ids: bytes = b""
     prefix_logprobs: bytes = b""
+    prefix_runs: tuple[VersionRun, ...] = ()
     reason: str = ""
 
     def __post_init__(self) -> None:
         _same_length(self.prefix_token_ids, self.prefix_logprobs)
+        tokens = len(self.prefix_token_ids) // 4
+        if self.prefix_runs and sum(run.tokens for run in self.prefix_runs) != tokens:
+            raise InvalidRecord(f"prefix_runs do not add up to the prefix of {tokens} tokens")
 
 
 ProcessState = Literal["starting", "loading", "ready", "training", "waiting", "failed", "stopped"]
@@ -303,6 +310,7 @@ class Status:
     created_ms: int
     message: str = ""
     version: int = -1
+    versions: tuple[int, ...] = ()
     capacity: int = 0
     loading: int = -1
     running: tuple[str, ...] = ()

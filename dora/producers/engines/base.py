@@ -2,8 +2,9 @@
 
 Invariants that every engine keeps:
 
-- All tokens of a request come from the version that was loaded when it was added; weights change
-  only while nothing runs (C1).
+- All tokens of a request come from one version: the one it names or, where the engine hosts a
+  single one, the one that was loaded when it was added. Weights of a version change only while
+  nothing of it runs (C1).
 - Every added request ends with exactly one `Delta` that has a finish reason, unless it is aborted;
   then nothing more is said about it. What is wrong with one request is told in its own delta
   (`finish_reason="error"`) and never stops the others.
@@ -45,13 +46,15 @@ class Request:
     """One trajectory to generate.
 
     `prefix` holds tokens that an earlier attempt generated after the prompt: they are read, not
-    generated again, and not reported.
+    generated again, and not reported. `version` is the hosted version to generate with; None where
+    the engine hosts a single one.
     """
 
     request_id: str
     prompt: tuple[int, ...] | list[int]
     sampling: Sampling
     prefix: tuple[int, ...] = ()
+    version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +82,38 @@ class Engine(ABC):
     capacity: int
     """Sequences decoded at once; requests beyond it wait inside the engine."""
     version: int | None
-    """Policy version of the weights; None before the first and after an update that failed: then
-    `restart` is needed."""
+    """Policy version of the weights, the newest of several; None before the first and after an
+    update that failed: then `restart` is needed."""
+    hosts_many: bool = False
+    """Whether several versions are hosted at once: then `load` adds one, while requests of others
+    run, and `unload` removes one."""
     vocabulary: int
     """Token ids are in [0, vocabulary); 0 before the first weights."""
     max_model_len: int
     """Longest sequence in tokens, prompt and response together."""
+
+    @property
+    def versions(self) -> frozenset[int]:
+        """Versions that requests can be added for."""
+        return frozenset() if self.version is None else frozenset({self.version})
+
+    @property
+    def memory_used(self) -> float:
+        """Share of the key-value cache in use, 0 to 1; 0 where it is not known."""
+        return 0.0
+
+    def unload(self, version: int) -> None:  # noqa: B027 - most engines need none
+        """Forget a version, where several are hosted; unknown ones are ignored.
+
+        Raises `DoraError` while requests of it run.
+        """
+
+    def pause(self) -> None:  # noqa: B027 - most engines need none
+        """Nothing is generated, and no time passes for what runs, until `resume`; the caller does
+        not `step` meanwhile."""
+
+    def resume(self) -> None:  # noqa: B027 - most engines need none
+        """End a pause."""
 
     @abstractmethod
     def load(self, directory: Path, version: int) -> None:
@@ -103,12 +132,13 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probabilities of `token_ids[1:]`, each given all tokens before it.
+    def score(self, token_ids: Sequence[int], version: int | None = None) -> list[float]:
+        """Log-probabilities of `token_ids[1:]`, each given all tokens before it, under `version`
+        (None: the newest).
 
         Temperature 1 and no truncation, whatever requests ask for; `len(token_ids) - 1` values. NaN
-        where the model yields NaN. Raises `DoraError` while requests run or where the tokens do not
-        fit the model.
+        where the model yields NaN. Raises `DoraError` while requests run (of that version, where
+        several are hosted) or where the tokens do not fit the model.
         """
 
     @abstractmethod

@@ -115,7 +115,7 @@ class EmulatedEngine(Engine):
         self._finished.clear()
         self.load(directory, version)
 
-    def score(self, token_ids: Sequence[int]) -> list[float]:
+    def score(self, token_ids: Sequence[int], version: int | None = None) -> list[float]:
         """`-log(vocabulary)` for each token after the first: there are no weights."""
         self._check_ready()
         return [-math.log(self.vocabulary)] * max(0, len(token_ids) - 1)

@@ -147,7 +147,7 @@ class VllmEngine(Engine):
         self._told.clear()
         self._start(directory, version)
 
-    def score(self, token_ids: Sequence[int]) -> list[float]:
+    def score(self, token_ids: Sequence[int], version: int | None = None) -> list[float]:
         """Log-probabilities of a given sequence; see `Engine.score`."""
         if self._requests:
             raise DoraError(f"cannot score while {len(self._requests)} requests run")

@@ -59,6 +59,7 @@ class Yield:
 class Decision:
     """What is to be committed in one transaction; admissions come before what follows from them.
 
+    `moves` lets workers stop attempts and hand their tokens over, `pauses` suspends generation,
     `stops` ends workers because the run is complete, `zombies` ends replaced incarnations,
     `given_up` ends trajectories that no worker survives: their groups will be set aside. Plans name
     workers; `addressees` are their newest statuses.
@@ -67,6 +68,8 @@ class Decision:
     evaluations: tuple[Admit, ...] = ()
     plan: Plan = field(default_factory=Plan)
     yields: tuple[Yield, ...] = ()
+    moves: tuple[Yield, ...] = ()
+    pauses: tuple[Status, ...] = ()
     stops: tuple[Status, ...] = ()
     zombies: tuple[Status, ...] = ()
     given_up: tuple[Unplaced, ...] = ()
@@ -78,6 +81,8 @@ class Decision:
             self.evaluations
             or self.plan
             or self.yields
+            or self.moves
+            or self.pauses
             or self.stops
             or self.zombies
             or self.given_up
@@ -226,14 +231,14 @@ class Coordination:
                 group_size=self.rules.group_size,
             )
         return Decision(
-            evaluations,
-            decided,
-            tuple(yields),
-            stops,
-            zombies,
-            tuple(self.given_up.values()),
-            last_yields,
-            {member.status.process: member.status for member in self.roster.members()},
+            evaluations=evaluations,
+            plan=decided,
+            yields=tuple(yields),
+            stops=stops,
+            zombies=zombies,
+            given_up=tuple(self.given_up.values()),
+            last_yields=last_yields,
+            addressees={member.status.process: member.status for member in self.roster.members()},
         )
 
     def _deaf(self, now: float) -> bool:

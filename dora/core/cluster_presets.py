@@ -79,7 +79,7 @@ class Preset:
     iteration_seconds: float = 0.024
     iteration_seconds_per_sequence: float = 0.0001
     iteration_seconds_per_context_token: float = 0.0
-    prefill_seconds_per_token: float = 0.000001
+    prefill_seconds_per_token: float = 0.00001
     kv_cache_tokens: int | None = None
     load_seconds: float = 2.0
     publish_seconds: float = 1.0

@@ -1,0 +1,153 @@
+"""What a run's log says about its schedule: when which device generated which version, and what a
+step waited for.
+
+Invariant: a fold of the records alone. It depends on no clock but those that wrote the records, and
+nothing of a trajectory's tokens is kept.
+"""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from dora.bus.reader import BEGINNING, LogReader
+from dora.bus.settings import ClusterSettings
+from dora.bus.topics import RunTopics, TopicAdmin
+from dora.schemas.records import Admission, Command, Policy, RunStarted, Status, Step, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A finished trajectory; `started_ms` is when its last attempt reached its worker."""
+
+    worker: str
+    version: int
+    attempt: int
+    started_ms: int
+    generated_ms: int
+    created_ms: int
+    resumed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """A start command."""
+
+    worker: str
+    version: int
+    created_ms: int
+
+
+@dataclass(slots=True)
+class ScheduleLog:
+    """The fold; feed it every record of a run in any interleaving of the topics."""
+
+    steps: list[Step] = field(default_factory=list)
+    """Training steps in order, without records that only set groups aside."""
+    announced_ms: dict[int, int] = field(default_factory=dict)
+    """When each version was announced."""
+    admitted_ms: dict[int, int] = field(default_factory=dict)
+    """When the first training group of each version was admitted."""
+    generated: dict[str, Generated] = field(default_factory=dict)
+    """Finished training trajectories by id; the first record of each."""
+    orders: dict[str, dict[int, Ordered]] = field(default_factory=dict)
+    """Start commands by trajectory and attempt."""
+    switched_ms: dict[tuple[str, int], int] = field(default_factory=dict)
+    """When workers were told to load versions; the first command of each."""
+    moved_ms: list[int] = field(default_factory=list)
+    """When trajectories were told to move."""
+    workers: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Last metrics of each rollout worker."""
+
+    def take(self, record: Any) -> None:
+        """Fold one record; whatever says nothing about the schedule is passed over."""
+        match record:
+            case Step(kind="step"):
+                self.steps.append(record)
+            case Policy():
+                self.announced_ms.setdefault(record.version, record.created_ms)
+            case RunStarted():
+                self.announced_ms.setdefault(0, record.created_ms)
+            case Admission(purpose="train"):
+                self.admitted_ms.setdefault(record.policy_version, record.created_ms)
+            case Command(kind="start", purpose="train"):
+                attempts = self.orders.setdefault(record.trajectory_id, {})
+                attempts.setdefault(
+                    record.attempt,
+                    Ordered(record.worker, record.policy_version, record.created_ms),
+                )
+            case Command(kind="switch"):
+                place = (record.worker, record.policy_version)
+                self.switched_ms.setdefault(place, record.created_ms)
+            case Command(kind="move"):
+                self.moved_ms.append(record.created_ms)
+            case Trajectory(purpose="train"):
+                self.generated.setdefault(
+                    record.trajectory_id,
+                    Generated(
+                        worker=record.worker,
+                        version=record.policy_version,
+                        attempt=record.attempt,
+                        started_ms=record.started_ms,
+                        generated_ms=record.generated_ms,
+                        created_ms=record.created_ms,
+                        resumed_tokens=record.resumed_tokens,
+                    ),
+                )
+            case Status(role="rollout"):
+                self.workers[record.process] = dict(record.metrics)
+            case _:
+                pass
+
+    def occupancies(self, end_ms: int) -> Iterator["Occupancy"]:
+        """Who generated what when: an attempt lasts from its start until the next attempt at the
+        trajectory was ordered, until the trajectory was finished, or until `end_ms`."""
+        for identity, attempts in self.orders.items():
+            finished = self.generated.get(identity)
+            numbers = sorted(attempts)
+            for number, following in zip(numbers, [*numbers[1:], None], strict=True):
+                order = attempts[number]
+                start, end = order.created_ms, end_ms
+                if following is not None:
+                    end = attempts[following].created_ms
+                if finished is not None:
+                    end = min(end, finished.generated_ms)
+                    if finished.attempt == number:
+                        start = max(start, finished.started_ms)
+                if end > start:
+                    yield Occupancy(order.worker, order.version, start, min(end, end_ms))
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """A worker generates a trajectory of `version` from `start_ms` to `end_ms`."""
+
+    worker: str
+    version: int
+    start_ms: int
+    end_ms: int
+
+
+def read_schedule_log(settings: ClusterSettings, run: str, deadline: float) -> ScheduleLog:
+    """The log of `run` as of now, without its chunks.
+
+    TopicError if there is no such run, DeadlineError after `deadline` seconds, BusError if the
+    cluster fails. What cannot be decoded is passed over: the audit tells of it.
+    """
+    topics, log = RunTopics(run), ScheduleLog()
+    read = {topics.steps, topics.policies, topics.dispatch, topics.trajectories, topics.workers}
+    with TopicAdmin(settings) as admin:
+        partitions = {info.name: info.partitions for info in admin.describe(run)}
+        if topics.steps not in partitions:
+            raise admin.unknown_run(run)
+    with closing(LogReader(settings, client_id=f"{run}.measures")) as reader:
+        reader.assign(
+            {
+                (name, n): BEGINNING
+                for name in read & set(partitions)
+                for n in range(partitions[name])
+            }
+        )
+        for message in reader.read_to_end(deadline):
+            log.take(message.value)
+    return log

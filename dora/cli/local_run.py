@@ -5,7 +5,6 @@ the log. When it returns or raises, no process of the run is left; the broker ma
 """
 
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -22,11 +21,11 @@ from dora.bus.broker import broker_process, running_broker, start_broker, stop_b
 from dora.bus.settings import ClusterSettings, cluster_settings
 from dora.bus.topics import TopicAdmin, topic_plan
 from dora.cli.display import Display, PlainDisplay, learning_curve, open_display
+from dora.cli.local_processes import child_command, child_environment, child_specs
 from dora.cli.options import ConfigSource, with_broker
 from dora.cli.patience import telling
-from dora.cli.preflight import process_names
 from dora.cli.prepare import needs_preparation
-from dora.cli.supervisor import ChildSpec, SupervisionError, Supervisor
+from dora.cli.supervisor import SupervisionError, Supervisor
 from dora.cli.watched_monitor import CATCH_UP_SECONDS, WatchedMonitor
 from dora.config import Config
 from dora.consumers.ledger import check_continues
@@ -129,8 +128,8 @@ class LocalRun:
         with (
             telling(self._say, f"policy.prepare = {self._config.policy.prepare}"),
             subprocess.Popen(
-                self._command("prepare"),
-                env=self._environment(),
+                child_command(self._config, self._source, "prepare"),
+                env=child_environment(self._config),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -199,7 +198,7 @@ class LocalRun:
 
         with self._signals(), display:
             supervisor = Supervisor(
-                self._specs(),
+                child_specs(self._config, self._source),
                 self._config.run_directory / "logs",
                 max_restarts=self._config.run.max_restarts,
                 on_event=display.note,
@@ -279,27 +278,6 @@ class LocalRun:
                 hint=self._how_to_go_on(),
             )
 
-    def _specs(self) -> list[ChildSpec]:
-        environment = self._environment()
-        commands = {"coordinator": ("coordinator",), "trainer": ("train",)}
-        return [
-            ChildSpec(
-                name,
-                tuple(self._command(*commands.get(name, ("rollout", "--worker-id", name)))),
-                environment,
-            )
-            for name in process_names(self._config)
-        ]
-
-    def _command(self, *words: str) -> list[str]:
-        return [sys.executable, "-m", "dora", *words, *self._source.arguments(self._config)]
-
-    def _environment(self) -> dict[str, str]:
-        # some tasks draw from sets: every process must iterate over them in the same order
-        fixed = {"PYTHONHASHSEED": "0"}
-        own = {"PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}
-        return {**fixed, **os.environ, **own, **ConfigSource.environment(self._config)}
-
     def _finish(self, snapshot: Snapshot) -> tuple[dict[str, Any], bool]:
         """Curve, summary and audit."""
         summary = summarize(snapshot)
@@ -328,7 +306,7 @@ class LocalRun:
         try:
             done = subprocess.run(
                 command,
-                env=self._environment(),
+                env=child_environment(self._config),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal
@@ -33,11 +34,13 @@ ChildState = Literal["running", "restarting", "done", "failed", "stopped"]
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """A process to run: `arguments` is the whole command line."""
+    """A process to run: `arguments` is the whole command line. With `cores` it and all that it
+    starts are kept to these processors."""
 
     name: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    cores: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +204,10 @@ class Supervisor:
                 env=environment,
                 start_new_session=True,
             )
+        if child.spec.cores:
+            # It has barely begun: whatever it starts inherits this. One that has ended needs none.
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(child.process.pid, child.spec.cores)
         child.state, child.started, child.note = "running", self._clock(), ""
         again = f" again (restart {child.restarts})" if child.restarts else ""
         self._on_event(f"{child.spec.name} started{again}, pid {child.process.pid}")

@@ -1,0 +1,42 @@
+"""The processes of a run on this machine: which there are, and how each is started.
+
+Invariant: every process loads the same configuration, and secrets travel in the environment, not on
+the command line.
+"""
+
+import os
+import sys
+
+from dora.cli.options import ConfigSource
+from dora.cli.preflight import process_names
+from dora.cli.supervisor import ChildSpec
+from dora.config import Config
+
+
+def child_specs(config: Config, source: ConfigSource) -> list[ChildSpec]:
+    """The processes of the run, in the order in which they are started."""
+    environment = child_environment(config)
+    commands = {"coordinator": ("coordinator",), "trainer": ("train",)}
+    return [
+        ChildSpec(
+            name,
+            tuple(
+                child_command(config, source, *commands.get(name, ("rollout", "--worker-id", name)))
+            ),
+            environment,
+        )
+        for name in process_names(config)
+    ]
+
+
+def child_command(config: Config, source: ConfigSource, *words: str) -> list[str]:
+    """The command line of `dora WORDS` with the configuration of the run."""
+    return [sys.executable, "-m", "dora", *words, *source.arguments(config)]
+
+
+def child_environment(config: Config) -> dict[str, str]:
+    """The environment of the run's processes."""
+    # some tasks draw from sets: every process must iterate over them in the same order
+    fixed = {"PYTHONHASHSEED": "0"}
+    own = {"PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}
+    return {**fixed, **os.environ, **own, **ConfigSource.environment(config)}

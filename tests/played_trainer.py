@@ -14,10 +14,12 @@ from dora.bus.reader import LogReader
 from dora.bus.settings import ClusterSettings, cluster_settings
 from dora.bus.topics import RunTopics, TopicAdmin, topic_plan
 from dora.bus.transactions import TransactionalWriter
+from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.core.ring import slot, slot_partitions
 from dora.core.state import RunState, finished_facts
 from dora.core.window import Window
+from dora.producers import worker_loop
 from dora.producers.coordinator import Coordinator
 from dora.producers.emulated_scoring import EmulatedScorer
 from dora.producers.engines import Engine, create_engine
@@ -216,20 +218,31 @@ def running(target: Callable[[threading.Event], None]) -> Iterator[threading.Eve
 
 
 def worker(
-    cluster: Cluster, name: str, *, engine: Callable[[], Engine] | None = None, scorer=None
-) -> Worker:
+    cluster: Cluster,
+    name: str,
+    stop: threading.Event,
+    *,
+    engine: Callable[[], Engine] | None = None,
+    scorer=None,
+    **options,
+) -> None:
+    """Run a worker of the cluster until `stop` is set."""
     config = cluster.config
-
     engine = engine() if engine is not None else create_engine(config, name)
     installer = Installer(
         engine, LocalStore(str(cluster.tmp)), cluster.tmp, tolerance=float("inf"),
         clock=time.monotonic,
     )  # fmt: skip
-    return Worker(
-        config, cluster.settings, name, engine=engine, installer=installer,
-        task=CountingTask("counting"), tokenizer=PlainTokenizer(),
-        scorer=scorer or EmulatedScorer(0.5), stop_token_ids=(STOP,),
-    )  # fmt: skip
+
+    def make(writer: LogWriter, catch_up: Callable[[], None]) -> Worker:
+        return Worker(
+            config, writer, name, engine=engine, installer=installer,
+            task=CountingTask("counting"), tokenizer=PlainTokenizer(),
+            scorer=scorer or EmulatedScorer(0.5), stop_token_ids=(STOP,), catch_up=catch_up,
+            **options,
+        )  # fmt: skip
+
+    worker_loop.work(cluster.settings, name, make, stop)
 
 
 @pytest.fixture
@@ -264,7 +277,7 @@ def coordinate(cluster: Cluster) -> Callable[[threading.Event], None]:
 
 
 def work(cluster: Cluster, name: str, **kwargs: object) -> Callable[[threading.Event], None]:
-    return lambda stop: worker(cluster, name, **kwargs).run(stop)
+    return lambda stop: worker(cluster, name, stop, **kwargs)
 
 
 def check_log(cluster: Cluster) -> None:

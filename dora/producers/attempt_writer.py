@@ -1,7 +1,7 @@
 """Where a worker's attempts go in the log: chunks while they are generated, then the trajectory.
 
 Invariant: all records of an attempt go to the one partition of its group's version and lane, in
-either topic.
+either topic. A handover goes beside them, to whoever moves the trajectory.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,15 @@ class AttemptWriter:
         self._writer = writer
         self._now_ms = now_ms
 
-    def chunk(self, attempt: Attempt, *, last: bool = False) -> None:
-        """Write the attempt's next chunk if one is due; `last` ends the attempt."""
-        chunk = attempt.chunk(self._chunk_tokens, self._now_ms(), last=last)
-        if chunk is not None:
+    def chunk(self, attempt: Attempt, *, last: bool = False, cut: bool = False) -> None:
+        """Write the attempt's next chunk if one is due: enough tokens wait, the attempt is finished
+        or ends here (`last`), or its next tokens will be of another version (`cut`)."""
+        last = last or attempt.finish_reason is not None
+        ready = attempt.ready
+        if not last and ready < (1 if cut else self._chunk_tokens):
+            return
+        now_ms = self._now_ms()
+        for chunk in (*attempt.repeated(now_ms), attempt.chunk(now_ms, last=last)):
             self._writer.send(
                 self._topics.chunks,
                 chunk,
@@ -35,6 +40,13 @@ class AttemptWriter:
                 partition=self._partition(attempt),
             )
             faults.point("worker.chunk_sent")
+
+    def handover(self, attempt: Attempt) -> None:
+        """Tell whoever starts the trajectory elsewhere what this attempt had; its chunks must be
+        acknowledged."""
+        whole = attempt.whole(self._now_ms())
+        self._writer.send(self._topics.handovers, whole, key=whole.trajectory_id, partition=0)
+        faults.point("worker.handover_sent")
 
     def trajectory(
         self,

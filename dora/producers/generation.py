@@ -2,12 +2,16 @@
 
 Invariant: the chunks of an attempt, in sequence, hold exactly the generated tokens of its
 trajectory record, each token once, with the log-probability under which it was sampled, and all are
-of the one policy version that the attempt was started with (C1). An attempt that goes on from an
-earlier one's tokens repeats them in its first chunk.
+of the one policy version that the attempt was started with (C1), unless the schedule is `partial`:
+then each chunk is of one version. An attempt that goes on from an earlier one's tokens repeats them
+in its first chunk (one for each version).
 """
 
 import zlib
+from array import array
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from dora.producers.engines.base import Delta, Request
 from dora.producers.engines.base import Sampling as EngineSampling
@@ -35,9 +39,9 @@ def attempt_seed(run_seed: int, trajectory_id: str, attempt: int) -> int:
 class Attempt:
     """What a worker knows of an attempt in its hands.
 
-    `resumed` counts the tokens that were taken over from an earlier attempt, `emitted` the tokens
-    that are in chunks of this one already. `progress_at` is when the last token came, in seconds of
-    the worker's clock.
+    `version` generates its next tokens. `resumed` counts the tokens that were taken over from an
+    earlier attempt, `emitted` the tokens that are in chunks of this one already. `progress_at` is
+    when the last token came, in seconds of the worker's clock.
     """
 
     command: Command
@@ -46,8 +50,10 @@ class Attempt:
     worker: str
     started_ms: int
     progress_at: float = 0.0
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    version: int = -1
+    tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    runs: list[VersionRun] = field(default_factory=list)
     resumed: int = 0
     emitted: int = 0
     chunks: int = 0
@@ -56,9 +62,15 @@ class Attempt:
     error: str | None = None
 
     def __post_init__(self) -> None:
-        self.tokens += unpack_tokens(self.command.prefix_token_ids).tolist()
-        self.logprobs += unpack_logprobs(self.command.prefix_logprobs).tolist()
+        command = self.command
+        if self.version < 0:
+            self.version = command.policy_version
+        self.tokens.extend(unpack_tokens(command.prefix_token_ids).tolist())
+        self.logprobs.extend(unpack_logprobs(command.prefix_logprobs).tolist())
         self.resumed = len(self.tokens)
+        if self.resumed:
+            whole = VersionRun(command.policy_version, self.resumed)
+            self.runs += command.prefix_runs or (whole,)
 
     def request(self) -> Request:
         """What the engine is asked to generate."""
@@ -75,36 +87,72 @@ class Attempt:
                 stop_token_ids=sampling.stop_token_ids,
                 seed=sampling.seed,
             ),
+            version=self.version,
         )
 
     def take(self, delta: Delta, now_ms: int) -> None:
         """Adds what one engine step produced."""
-        self.tokens += delta.token_ids
-        self.logprobs += delta.logprobs
+        self._grow(len(delta.token_ids))
+        self.tokens.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             self.generated_ms = now_ms
             self.error = delta.error
 
-    def chunk(self, size: int, now_ms: int, *, last: bool = False) -> Chunk | None:
-        """The next chunk, once `size` tokens wait or the attempt ends (`last`, or finished)."""
-        last = last or self.finish_reason is not None
-        if not last and len(self.tokens) - self.emitted < size:
-            return None
-        command = self.command
-        chunk = Chunk(
-            run=command.run, trajectory_id=command.trajectory_id, group_id=command.group_id,
-            sample=command.sample, attempt=command.attempt, sequence=self.chunks,
-            policy_version=command.policy_version, ordinal=command.ordinal,
-            purpose=command.purpose, position=self.emitted,
-            token_ids=pack_tokens(self.tokens[self.emitted :]),
-            logprobs=pack_logprobs(self.logprobs[self.emitted :]),
-            last=last, worker=self.worker, sampling=self.sampling, created_ms=now_ms,
-            resumed_tokens=0 if self.chunks else self.resumed,
-        )  # fmt: skip
-        self.emitted = len(self.tokens)
+    def _grow(self, tokens: int) -> None:
+        if not tokens:
+            return
+        if self.runs and self.runs[-1].version == self.version:
+            tokens += self.runs.pop().tokens
+        self.runs.append(VersionRun(self.version, tokens))
+
+    @property
+    def ready(self) -> int:
+        """Tokens that are in no chunk yet."""
+        return len(self.tokens) - self.emitted
+
+    def chunk(self, now_ms: int, *, last: bool = False) -> Chunk:
+        """The next chunk: all tokens that are in none yet. `last` says that the attempt ends here.
+
+        ValueError if these tokens are of several versions: `repeated` must come first.
+        """
+        return self._chunk(len(self.tokens), self.version, now_ms, last=last)
+
+    def repeated(self, now_ms: int) -> list[Chunk]:
+        """The chunks that repeat a prefix of several versions, one for each; none for others, whose
+        prefix is part of the first chunk."""
+        chunks = []
+        if self.resumed and not self.chunks and any(r.version != self.version for r in self.runs):
+            for run in list(self.runs):
+                end = min(self.emitted + run.tokens, self.resumed)
+                chunks.append(self._chunk(end, run.version, now_ms, last=False))
+        return chunks
+
+    def whole(self, now_ms: int) -> Chunk:
+        """All that the attempt has, in one chunk that is not for the chunk log."""
+        return self._record(0, len(self.tokens), self.version, self.chunks, now_ms, last=True)
+
+    def _chunk(self, end: int, version: int, now_ms: int, *, last: bool) -> Chunk:
+        chunk = self._record(self.emitted, end, version, self.chunks, now_ms, last=last)
+        self.emitted = end
         self.chunks += 1
         return chunk
+
+    def _record(
+        self, begin: int, end: int, version: int, sequence: int, now_ms: int, *, last: bool
+    ) -> Chunk:
+        command = self.command
+        return Chunk(
+            run=command.run, trajectory_id=command.trajectory_id, group_id=command.group_id,
+            sample=command.sample, attempt=command.attempt, sequence=sequence,
+            policy_version=version, ordinal=command.ordinal,
+            purpose=command.purpose, position=begin,
+            token_ids=pack_tokens(self.tokens[begin:end]),
+            logprobs=pack_logprobs(self.logprobs[begin:end]),
+            last=last, worker=self.worker, sampling=self.sampling, created_ms=now_ms,
+            resumed_tokens=max(0, min(end, self.resumed) - begin),
+        )  # fmt: skip
 
     def trajectory(
         self,
@@ -119,18 +167,18 @@ class Attempt:
         """The finished trajectory: prompt and response, with the response masked in."""
         command, prompt = self.command, self.prompt.token_ids
         generated = len(self.tokens)
-        runs = (VersionRun(command.policy_version, generated),) if generated else ()
+        before = np.zeros(len(prompt), dtype=np.float32)
         return Trajectory(
             run=command.run, trajectory_id=command.trajectory_id, group_id=command.group_id,
             sample=command.sample, attempt=command.attempt, chunks=self.chunks,
             policy_version=command.policy_version, ordinal=command.ordinal,
             purpose=command.purpose,
-            token_ids=pack_tokens([*prompt, *self.tokens]),
+            token_ids=pack_tokens(prompt) + pack_tokens(self.tokens),
             mask=bytes(len(prompt)) + b"\x01" * generated,
-            logprobs=pack_logprobs([0.0] * len(prompt) + self.logprobs),
-            version_runs=runs, finish_reason=self.finish_reason or "error", reward=reward,
-            reward_parts=parts, error=error, text=text, worker=self.worker, engine=engine,
-            sampling=self.sampling, started_ms=self.started_ms,
+            logprobs=pack_logprobs(before) + pack_logprobs(self.logprobs),
+            version_runs=tuple(self.runs), finish_reason=self.finish_reason or "error",
+            reward=reward, reward_parts=parts, error=error, text=text, worker=self.worker,
+            engine=engine, sampling=self.sampling, started_ms=self.started_ms,
             generated_ms=self.generated_ms or now_ms, created_ms=now_ms,
             resumed_tokens=self.resumed,
         )  # fmt: skip

@@ -57,7 +57,13 @@ class Reporter:
         self.metrics[name] = self.metrics.get(name, 0.0) + by
 
     def send(
-        self, *, version: int | None, loading: int, running: Iterable[str], command_offset: int
+        self,
+        *,
+        version: int | None,
+        versions: tuple[int, ...],
+        loading: int,
+        running: Iterable[str],
+        command_offset: int,
     ) -> None:
         """Send a status; BusError if Kafka does not take it."""
         now = self._clock()
@@ -72,8 +78,8 @@ class Reporter:
                 run=self._config.run.name, process=self._name, role="rollout",
                 incarnation=self.incarnation, state=self.state, created_ms=self._now_ms(),
                 message=self._said(idle=not running), version=-1 if version is None else version,
-                capacity=self._config.rollout.capacity, loading=loading, running=running,
-                command_offset=command_offset, metrics=dict(self.metrics),
+                versions=versions, capacity=self._config.rollout.capacity, loading=loading,
+                running=running, command_offset=command_offset, metrics=dict(self.metrics),
                 host=socket.gethostname(), pid=os.getpid(),
             ),
             key=self._name,

@@ -8,8 +8,10 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
 
 from dora.bus.settings import ClusterSettings
+from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.producers import watchdog
 from dora.producers.claim import claim_worker_id
@@ -21,6 +23,7 @@ from dora.producers.tasks.base import create_task
 from dora.producers.tasks.hooks import load_hook
 from dora.producers.tokenization import load_tokenizer, stop_token_ids
 from dora.producers.worker import Worker
+from dora.producers.worker_loop import work
 from dora.weights.store import WeightStore
 
 
@@ -54,11 +57,16 @@ def run_worker(
         tolerance=math.inf if emulated else config.rollout.canary_tolerance,
         clock=time.monotonic,
     )
-    try:
-        Worker(
-            config, settings, worker, engine=engine, installer=installer, task=task,
+
+    def make(writer: LogWriter, catch_up: Callable[[], None]) -> Worker:
+        return Worker(
+            config, writer, worker, engine=engine, installer=installer, task=task,
             tokenizer=tokenizer, scorer=scorer, stop_token_ids=stops, alive=watchdog.alive,
-        ).run(stop)  # fmt: skip
+            catch_up=catch_up,
+        )  # fmt: skip
+
+    try:
+        work(settings, worker, make, stop)
     finally:
         watchdog.off()
         engine.close()

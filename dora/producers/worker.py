@@ -1,34 +1,32 @@
-"""The rollout worker: hosts one engine, carries out commands, writes what it generates.
+"""The rollout worker: carries out commands, drives one engine, writes what it generates.
 
-Invariants: one thread drives engine and bus (take commands, step the engine, emit, heartbeat);
-scoring runs beside it and never blocks generation. An attempt is started only under the version
-that the engine hosts, and the version changes only while nothing runs, so that each attempt is of
-one version (C1). A trajectory counts as in hand until its record is acknowledged by Kafka: what a
-worker no longer names in its status is safe in the log.
+Invariants: one thread drives engine and bus; scoring runs beside it and never blocks generation. An
+attempt is started only under a version that the engine hosts, and weights change only while nothing
+of their version runs, so that each attempt is of one version (C1); under the schedule `partial`
+attempts are interrupted instead and go on with the next version. A trajectory counts as in hand
+until its record is acknowledged by Kafka: what a worker no longer names in its status is safe in
+the log.
 """
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 
 from dora import faults
-from dora.bus.reader import BEGINNING, END, LogReader, Message, Unreadable
-from dora.bus.settings import ClusterSettings
+from dora.bus.reader import BEGINNING, END, Message, Unreadable
 from dora.bus.topics import RunTopics
 from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.core.ring import worker_partition
-from dora.core.roster import holding
-from dora.core.window import Window
-from dora.errors import DeadlineError, DoraError, MissingWeightsError, TaskError
-from dora.producers.attempt_writer import AttemptWriter
+from dora.errors import DoraError, TaskError
 from dora.producers.emulated_scoring import EmulatedScorer
 from dora.producers.engines.base import Delta, Engine
 from dora.producers.generation import Attempt, attempt_seed
-from dora.producers.installation import Installed, Installer
+from dora.producers.hosting import Hosting
+from dora.producers.in_hand import InHand
+from dora.producers.installation import Installer
 from dora.producers.reporter import Reporter
-from dora.producers.scoring import Scored, Scorer
+from dora.producers.scoring import Scorer
 from dora.producers.tasks.base import Prompt, Task
 from dora.producers.tokenization import Tokenizer
 from dora.schemas.records import (
@@ -40,17 +38,21 @@ from dora.schemas.records import (
 
 log = logging.getLogger(__name__)
 
-POLICY_SECONDS = 60.0
 DRAIN_SECONDS = 5.0
 
 
 class Worker:
-    """One rollout worker; `run` returns when told to stop."""
+    """One rollout worker, without a loop of its own: whoever owns it feeds it from `positions` with
+    `receive`, calls `turn` again and again, and `end` or `failed` at the end.
+
+    `writer` may be shared with other workers of the same thread; `catch_up` feeds what has arrived
+    while the worker was busy loading.
+    """
 
     def __init__(
         self,
         config: Config,
-        settings: ClusterSettings,
+        writer: LogWriter,
         worker: str,
         *,
         engine: Engine,
@@ -62,107 +64,154 @@ class Worker:
         clock: Callable[[], float] = time.monotonic,
         alive: Callable[[float], None] = lambda seconds: None,
         now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        catch_up: Callable[[], None] = lambda: None,
     ) -> None:
+        self.name = worker
+        self.engine = engine
+        self.told_to_stop = False
+        """The coordinator said stop."""
         self._config = config
-        self._name = worker
-        self._engine = engine
-        self._installer = installer
+        self._writer = writer
         self._task = task
-        self._tokenizer = tokenizer
-        self._scorer = scorer
         self._stop_token_ids = stop_token_ids
         self._clock = clock
         self._alive = alive
         self._now_ms = now_ms
+        self._catch_up = catch_up
         self._topics = RunTopics(config.run.name)
-        self._reader = LogReader(settings, client_id=worker)
-        self._writer = LogWriter(settings, client_id=worker)
-        self._reporter = Reporter(config, self._writer, worker, clock, now_ms)
-        self._output = AttemptWriter(config, self._writer, now_ms)
-        self._window = Window(config.window.max_staleness, config.window.groups_per_step)
-        self._policies: dict[int, Policy] = {}
-        self._attempts: dict[str, Attempt] = {}
-        self._scored: list[Scored] = []
-        self._unconfirmed: list[str] = []
-        self._switch: tuple[int, float] | None = None
-        self._told_to_stop = False
+        self._partition = worker_partition(worker, config.kafka.dispatch_partitions)
+        self._partial = config.schedule.kind == "partial"
+        self._hosting = Hosting(config, engine, installer, clock)
+        self._reporter = Reporter(config, writer, worker, clock, now_ms)
+        self._in_hand = InHand(
+            config, writer, engine, tokenizer, scorer, self._reporter, clock, now_ms
+        )
+        self._deltas: list[Delta] = []
+        self._paused = False
         self._command_offset = -1
 
-    def run(self, stop: threading.Event) -> None:
-        """Works until `stop` is set or the coordinator says stop.
+    @property
+    def positions(self) -> dict[tuple[str, int], int]:
+        """Partitions to read, and from where: commands from now on, all versions."""
+        return {
+            (self._topics.dispatch, self._partition): END,
+            (self._topics.policies, 0): BEGINNING,
+        }
 
-        Raises CanaryError or WeightsError when a version cannot be put into the engine, BusError
-        when Kafka refuses, and whatever the engine itself dies of; the last status says so.
-        """
-        partition_index = worker_partition(self._name, self._config.kafka.dispatch_partitions)
-        try:
-            self._reader.assign(
-                {
-                    (self._topics.dispatch, partition_index): END,
-                    (self._topics.policies, 0): BEGINNING,
-                }
-            )
-            self._say("ready", "waiting for a version")
-            while not (stop.is_set() or self._told_to_stop):
-                self._turn()
-            self._drain()
-            self._say("stopped", "stopped by the coordinator" if self._told_to_stop else "stopped")
-        except Exception as error:
-            what = error.message if isinstance(error, DoraError) else repr(error)
-            self._last_words(what)
-            raise
-        finally:
-            self._reader.close()
-            self._writer.close()
+    def begin(self) -> None:
+        """Tell the coordinator that this worker is there."""
+        self._say("ready", "waiting for a version")
 
-    def _turn(self) -> None:
-        """Commands, one engine step, scores, heartbeat."""
-        busy = self._engine.running or self._scored
-        wait = 0.0 if busy else 0.01 if self._scorer.pending else 0.05
-        for message in self._reader.poll(timeout=wait):
-            self._apply(message)
-        if self._switch is not None:
-            self._try_switch(*self._switch)
-        deltas = self._engine.step()
-        # what was scored before this step: its chunks were acknowledged meanwhile
-        self._finish_scored()
-        now_ms = self._now_ms()
-        for delta in deltas:
-            self._take(delta, now_ms)
-        self._scored += self._scorer.poll()
-        self._writer.poll()
-        if self._clock() - self._reporter.sent_at >= self._config.rollout.heartbeat_seconds:
-            self._hand_back_stalled()
-            self._beat()
-
-    def _apply(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
+        """Take a record of `positions`; those for other workers are left aside."""
         value = message.value
         if isinstance(value, Policy):
-            self._policies[value.version] = value
-            for version in [v for v in self._policies if v < value.version - 128]:
-                del self._policies[version]
+            self._hosting.heard(value)
         elif isinstance(value, Unreadable):
-            self._reporter.dead_letter(
-                value.code, value.reason, message=message, payload=value.payload
-            )
-        elif isinstance(value, Command) and value.worker == self._name:
+            if (message.topic, message.partition) in self.positions:
+                self._reporter.dead_letter(
+                    value.code, value.reason, message=message, payload=value.payload
+                )
+        elif isinstance(value, Command) and value.worker == self.name:
             self._command_offset = message.offset
             self._reporter.commanded()
-            if value.incarnation != self._reporter.incarnation:
-                return
-            match value.kind:
-                case "start":
-                    self._start(value)
-                case "yield":
-                    self._yield(value)
-                case "switch":
-                    self._switch = (value.policy_version, self._clock() + POLICY_SECONDS)
-                case "stop":
-                    log.info("told to stop: %s", value.reason)
-                    self._told_to_stop = True
+            if value.incarnation == self._reporter.incarnation:
+                self._carry_out(value)
+
+    def _carry_out(self, command: Command) -> None:
+        match command.kind:
+            case "start":
+                self._start(command)
+            case "yield" | "move":
+                self._yield(command)
+            case "switch":
+                self._hosting.order(command.policy_version)
+            case "pause":
+                self._pause()
+            case "stop":
+                log.info("told to stop: %s", command.reason)
+                self.told_to_stop = True
+
+    def wait(self) -> float:
+        """Seconds that may pass before `turn` has something to do, unless a record arrives."""
+        if self._deltas or self.has_results:
+            return 0.0
+        if self._hosting.loading != -1:
+            return 0.01
+        if self.engine.running and not self._paused:
+            return self.engine.due()
+        return 0.01 if self._in_hand.scoring else 0.05
+
+    def turn(self) -> None:
+        """Load what was ordered, one engine step, results, heartbeat. Waits for nothing but Kafka
+        and the engine."""
+        self.step()
+        if self.has_results:
+            self._flush()
+        self.absorb()
+        if self.report_due:
+            self._flush()
+            self.report()
+
+    def step(self) -> None:
+        """The first part of a turn: the engine's work. The others are `absorb` and `report`, each
+        after a flush of the writer where `has_results` or `report_due` says so; several workers may
+        share the flush."""
+        version = self._hosting.next()
+        if version is not None:
+            self._load(version)
+        if not self._paused:
+            self._deltas = self.engine.step()
+
+    @property
+    def has_results(self) -> bool:
+        """Whether `absorb` would write what must come after chunks that were sent before."""
+        return self._in_hand.has_results
+
+    def absorb(self) -> None:
+        """Write what is scored, then take what the engine's step brought."""
+        self._in_hand.write_results()
+        deltas, self._deltas = self._deltas, []
+        for delta in deltas:
+            self._in_hand.take(delta)
+        self._in_hand.poll_scores()
+        self._writer.poll()
+
+    @property
+    def report_due(self) -> bool:
+        """Whether it is time for a heartbeat."""
+        return self._clock() - self._reporter.sent_at >= self._config.rollout.heartbeat_seconds
+
+    def report(self) -> None:
+        """A heartbeat: hand back what stalls, confirm what was written, say what is in hand."""
+        if not self._paused:
+            self._in_hand.hand_back_stalled(self._config.rollout.stall_timeout_seconds)
+        self._hosting.release(attempt.version for attempt in self._in_hand)
+        self._beat()
+
+    def end(self) -> None:
+        """Give running verifiers a moment, hand the rest back, and say goodbye."""
+        deadline = self._clock() + DRAIN_SECONDS
+        while self._in_hand.scoring and not self.told_to_stop and self._clock() < deadline:
+            self._in_hand.poll_scores()
+            time.sleep(0.01)
+        if self.has_results:
+            self._flush()
+        self.absorb()
+        for attempt in self._in_hand.unfinished():
+            self._in_hand.hand_back(attempt)
+        self._say("stopped", "stopped by the coordinator" if self.told_to_stop else "stopped")
+
+    def failed(self, error: Exception) -> None:
+        """Last words."""
+        what = error.message if isinstance(error, DoraError) else repr(error)
+        try:
+            self._say("failed", what)
+        except DoraError:
+            log.exception("could not tell the coordinator of the failure")
 
     def _start(self, command: Command) -> None:
-        former = self._attempts.get(command.trajectory_id)
+        former = self._in_hand.find(command.trajectory_id)
         if former is not None and (
             former.finish_reason is not None or former.command.attempt >= command.attempt
         ):
@@ -174,207 +223,133 @@ class Worker:
             )
             return
         if former is not None:
-            self._hand_back(former)  # this worker was given up, and is trusted again
-        if command.policy_version != self._engine.version:
+            self._in_hand.hand_back(former)  # this worker was given up, and is trusted again
+        if not self._can_generate(command.policy_version):
             self._reporter.dead_letter(
                 "wrong_version",
                 f"{command.trajectory_id} is to be generated by version {command.policy_version}, "
-                f"but this worker hosts {self._engine.version}",
+                f"but this worker hosts {self._hosting.versions or self.engine.version}",
                 trajectory_id=command.trajectory_id,
             )
             return
-        rollout = self._config.rollout
-        seed = (
-            attempt_seed(self._config.run.seed, command.trajectory_id, command.attempt)
-            if rollout.seeded
-            else None
-        )
+        try:
+            prompt = self._task.prompt(command.ordinal, command.purpose)
+        except TaskError as error:
+            prompt = Prompt(command.ordinal, "", (), {})
+            self._in_hand.fail(self._attempt(command, prompt), "prompt_failed", str(error))
+            return
+        self.engine.add(self._attempt(command, prompt).request())
+
+    def _can_generate(self, version: int) -> bool:
+        """Whether the engine hosts the version, or under `partial` a later one."""
+        newest = self.engine.version
+        if self._partial:
+            return newest is not None and version <= newest
+        return version in self.engine.versions
+
+    def _attempt(self, command: Command, prompt: Prompt) -> Attempt:
+        rollout, newest = self._config.rollout, self.engine.version
+        identity = command.trajectory_id
         sampling = Sampling(
             rollout.temperature,
             rollout.top_p,
             rollout.top_k,
             rollout.max_new_tokens,
             self._stop_token_ids,
-            seed,
+            attempt_seed(self._config.run.seed, identity, command.attempt)
+            if rollout.seeded
+            else None,
         )
-        try:
-            prompt = self._task.prompt(command.ordinal, command.purpose)
-        except TaskError as error:
-            prompt = Prompt(command.ordinal, "", (), {})
-            attempt = self._attempt(command, prompt, sampling)
-            self._fail(attempt, "prompt_failed", str(error))
-            return
-        self._engine.add(self._attempt(command, prompt, sampling).request())
-
-    def _attempt(self, command: Command, prompt: Prompt, sampling: Sampling) -> Attempt:
-        attempt = Attempt(command, prompt, sampling, self._name, self._now_ms(), self._clock())
-        self._attempts[command.trajectory_id] = attempt
+        attempt = Attempt(
+            command, prompt, sampling, self.name, self._now_ms(), self._clock(),
+            version=newest if self._partial and newest is not None else command.policy_version,
+        )  # fmt: skip
+        self._in_hand.add(attempt)
         return attempt
 
     def _yield(self, command: Command) -> None:
-        attempt = self._attempts.get(command.trajectory_id)
+        """Stop an attempt, unless it is finished or another one by now."""
+        attempt = self._in_hand.find(command.trajectory_id)
         if attempt is None or attempt.finish_reason is not None:
             return
-        if attempt.command.attempt != command.attempt:
-            return
-        self._hand_back(attempt)
+        if attempt.command.attempt == command.attempt:
+            self._in_hand.hand_back(attempt, move=command.kind == "move")
 
-    def _hand_back(self, attempt: Attempt) -> None:
-        """Ends an attempt early; what it has goes into its last chunk."""
-        self._engine.abort(attempt.command.trajectory_id)
-        self._output.chunk(attempt, last=True)
-        del self._attempts[attempt.command.trajectory_id]
+    def _pause(self) -> None:
+        """Generate nothing until the next version is there."""
+        self._paused = True
+        self.engine.pause()
 
-    def _try_switch(self, version: int, deadline: float) -> None:
-        policy = self._policies.get(version)
-        if policy is None and not self._departed(version):
-            if self._clock() > deadline:
-                raise DeadlineError(
-                    f"version {version} was to be loaded, but its record did not come in "
-                    f"{POLICY_SECONDS:.0f} s on {self._topics.policies}"
-                )
-            return
-        for attempt in [a for a in self._attempts.values() if a.finish_reason is None]:
-            self._hand_back(attempt)
+    def _resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            self.engine.resume()
+            for attempt in self._in_hand:
+                attempt.progress_at = self._clock()
+
+    def _load(self, version: int) -> None:
+        """Load an ordered version, and end a pause."""
+        interrupted = [] if self.engine.hosts_many else self._interrupt(version)
+        self._say("loading", f"loading version {version}")
+        faults.point("worker.version_loading")
+        installed = self._hosting.install(version, self._catch_up)
+        if installed is not None:
+            faults.point("worker.version_loaded")
+            metrics = self._reporter.metrics
+            metrics["load_seconds"] = installed.seconds
+            metrics["canary_difference_max"] = installed.canary.max_difference
+            metrics["canary_difference_mean"] = installed.canary.mean_difference
+            self._reporter.count("switches_total")
+            self._reporter.count("engine_restarts_total", float(installed.fresh_engine))
+        self._resume()
+        for attempt in interrupted:
+            if self.engine.version is not None:
+                attempt.version = self.engine.version
+                self.engine.add(attempt.request())
+        if installed is None:
+            self._say("ready", f"version {version} has left the window: not loaded")
+        else:
+            self._say("ready", f"hosts version {version}")
+
+    def _interrupt(self, version: int) -> list[Attempt]:
+        """Take everything out of an engine that is to change its weights; returns what goes on with
+        the new ones (`partial`), the rest is handed back."""
+        running = self._in_hand.unfinished()
+        for attempt in running:
+            if self._partial:
+                self._in_hand.interrupt(attempt)
+                continue
+            self._in_hand.hand_back(attempt)
             log.warning(
                 "%s was still running when version %d was to be loaded; handed back",
                 attempt.command.trajectory_id,
                 version,
             )
-        self._say("loading", f"loading version {version}")
-        faults.point("worker.version_loading")
-        installed = None if policy is None else self._install(policy)
-        if self._switch == (version, deadline):  # no other was ordered meanwhile
-            self._switch = None
-        if installed is None:
-            self._say("ready", f"version {version} has left the window: not loaded")
-            return
-        faults.point("worker.version_loaded")
-        self._reporter.metrics["load_seconds"] = installed.seconds
-        self._reporter.metrics["canary_difference_max"] = installed.canary.max_difference
-        self._reporter.metrics["canary_difference_mean"] = installed.canary.mean_difference
-        self._reporter.count("switches_total")
-        self._reporter.count("engine_restarts_total", float(installed.fresh_engine))
-        self._say("ready", f"hosts version {version}")
+        if running and self._partial:
+            self._reporter.count("interruptions_total", float(len(running)))
+        return running if self._partial else []
 
-    def _install(self, policy: Policy) -> Installed | None:
-        """Loads a version; None if its files are gone because it has left the window meanwhile."""
-        try:
-            return self._installer.install(policy)
-        except MissingWeightsError as error:
-            for message in self._reader.poll(timeout=1.0):
-                self._apply(message)
-            if not self._departed(policy.version):
-                raise
-            log.warning("%s", error.message)
-            return None
-
-    def _departed(self, version: int) -> bool:
-        """Whether the version left the window: all its groups are trained, nobody needs it."""
-        return version < self._window.oldest_live(max(self._policies, default=0))
-
-    def _hand_back_stalled(self) -> None:
-        """Takes back what its engine seems to have forgotten, so that it is tried again."""
-        limit = self._config.rollout.stall_timeout_seconds
-        now = self._clock()
-        for attempt in list(self._attempts.values()):
-            if attempt.finish_reason is None and now - attempt.progress_at > limit:
-                self._reporter.dead_letter(
-                    "stalled",
-                    f"attempt {attempt.command.attempt} got no token for {limit:g} s after "
-                    f"{len(attempt.tokens)} (rollout.stall_timeout_seconds); it is tried again",
-                    trajectory_id=attempt.command.trajectory_id,
-                )
-                self._hand_back(attempt)
-
-    def _take(self, delta: Delta, now_ms: int) -> None:
-        attempt = self._attempts.get(delta.request_id)
-        if attempt is None:
-            return
-        attempt.take(delta, now_ms)
-        attempt.progress_at = self._clock()
-        self._reporter.count("tokens_total", len(delta.token_ids))
-        self._output.chunk(attempt)
-        if attempt.finish_reason == "error":
-            self._fail(attempt, "generation_failed", attempt.error or "the engine gave no reason")
-        elif attempt.finish_reason is not None:
-            text = self._tokenizer.decode(attempt.tokens)
-            self._scorer.submit(delta.request_id, text, attempt.prompt.item)
-
-    def _finish_scored(self) -> None:
-        """Writes what is scored. Chunks and trajectories lie in different partitions: should this
-        process die, a trajectory that is in the log must not lack chunks."""
-        if self._scored:
-            self._writer.flush(self._config.kafka.request_timeout_seconds)
-        for scored in self._scored:
-            self._finish(scored)
-        self._scored.clear()
-
-    def _finish(self, scored: Scored) -> None:
-        attempt = self._attempts.get(scored.key)
-        if attempt is None:
-            return
-        if scored.reward is None:
-            code = scored.error_code or "verifier_failed"
-            self._reporter.dead_letter(
-                code,
-                scored.error or code,
-                trajectory_id=scored.key,
-                payload=self._tokenizer.decode(attempt.tokens).encode(),
-            )
-        error = None if scored.reward is not None else f"{scored.error_code}: {scored.error}"
-        self._write(attempt, scored.reward, scored.parts, error)
-
-    def _fail(self, attempt: Attempt, code: str, reason: str) -> None:
-        attempt.finish_reason = "error"
-        self._reporter.dead_letter(code, reason, trajectory_id=attempt.command.trajectory_id)
-        self._write(attempt, None, {}, f"{code}: {reason}")
-
-    def _write(
-        self, attempt: Attempt, reward: float | None, parts: dict[str, float], error: str | None
-    ) -> None:
-        text = self._tokenizer.decode(attempt.tokens)
-        self._output.trajectory(attempt, self._engine.name, reward, parts, error, text)
-        self._reporter.count("trajectories_total")
-        self._unconfirmed.append(attempt.command.trajectory_id)
+    def _flush(self) -> None:
+        self._writer.flush(self._config.kafka.request_timeout_seconds)
 
     def _say(self, state: ProcessState, message: str) -> None:
         self._reporter.state, self._reporter.message = state, message
         log.info("%s: %s", state, message)
+        self._flush()
         self._beat()
 
-    def _last_words(self, what: str) -> None:
-        try:
-            self._say("failed", what)
-        except DoraError:
-            log.exception("could not tell the coordinator of the failure")
-
     def _beat(self) -> None:
-        """Confirms what was written, then says what is still in hand."""
+        """Say what is in hand, once everything before is acknowledged."""
         rollout = self._config.rollout
         loading = self._reporter.state == "loading"
         self._alive(rollout.load_timeout_seconds if loading else rollout.hang_timeout_seconds)
-        self._writer.flush(self._config.kafka.request_timeout_seconds)
-        for trajectory_id in self._unconfirmed:
-            self._attempts.pop(trajectory_id, None)
-        self._unconfirmed.clear()
-        self._reporter.metrics["scoring"] = float(self._scorer.pending)
+        self._in_hand.confirm()
+        self._reporter.metrics["scoring"] = float(self._in_hand.scoring)
+        self._reporter.metrics["kv_used_share"] = self.engine.memory_used
         self._reporter.send(
-            version=self._engine.version,
-            loading=-1 if self._switch is None else self._switch[0],
-            running=(
-                holding(trajectory_id, attempt.command.attempt)
-                for trajectory_id, attempt in self._attempts.items()
-            ),
+            version=self.engine.version,
+            versions=self._hosting.versions,
+            loading=self._hosting.loading,
+            running=self._in_hand.holdings(),
             command_offset=self._command_offset,
         )
-
-    def _drain(self) -> None:
-        """Gives running verifiers a moment, and hands the rest back."""
-        deadline = self._clock() + DRAIN_SECONDS
-        while self._scorer.pending and not self._told_to_stop and self._clock() < deadline:
-            self._scored += self._scorer.poll()
-            time.sleep(0.01)
-        self._finish_scored()
-        for attempt in [a for a in self._attempts.values() if a.finish_reason is None]:
-            self._hand_back(attempt)

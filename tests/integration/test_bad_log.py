@@ -10,10 +10,6 @@ import pytest
 
 from dora.bus import ClusterSettings, LogWriter, TopicAdmin, topic_plan
 from dora.producers.coordinator import Coordinator
-from dora.producers.emulated_scoring import EmulatedScorer
-from dora.producers.engines import create_engine
-from dora.producers.installation import Installer
-from dora.producers.worker import Worker
 from dora.schemas.codec import MAGIC, encode
 from dora.schemas.records import Admission, DeadLetter, Step, Trajectory, pack_logprobs, pack_tokens
 from tests import played_trainer as rollout
@@ -292,22 +288,13 @@ def test_clocks_that_jump_back_hold_nobody_up(cluster: Cluster) -> None:
 
     run = cluster.config
 
-    def work(stop: threading.Event) -> None:
-        engine = create_engine(run, "w0")
-        installer = Installer(
-            engine, rollout.LocalStore(str(cluster.tmp)), cluster.tmp, tolerance=float("inf"),
-            clock=lambda: 0.0,
-        )  # fmt: skip
-        Worker(
-            run, cluster.settings, "w0", engine=engine, installer=installer,
-            task=rollout.CountingTask("counting"), tokenizer=rollout.PlainTokenizer(),
-            scorer=EmulatedScorer(0.5), stop_token_ids=(rollout.STOP,), now_ms=Jumping(),
-        ).run(stop)  # fmt: skip
-
     def coordinate(stop: threading.Event) -> None:
         Coordinator(run, cluster.settings, now_ms=Jumping()).run(stop)
 
-    with rollout.running(coordinate), rollout.running(work):
+    with (
+        rollout.running(coordinate),
+        rollout.running(rollout.work(cluster, "w0", now_ms=Jumping())),
+    ):
         cluster.begin()
         for version in range(2):
             cluster.until(lambda: len(cluster.state.complete_groups()) >= 4, "a batch")

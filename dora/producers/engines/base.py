@@ -97,6 +97,10 @@ class Engine(ABC):
         """Versions that requests can be added for."""
         return frozenset() if self.version is None else frozenset({self.version})
 
+    def due(self) -> float:
+        """Seconds until `step` has something to report; 0 where only `step` can tell."""
+        return 0.0
+
     @property
     def memory_used(self) -> float:
         """Share of the key-value cache in use, 0 to 1; 0 where it is not known."""

@@ -17,9 +17,11 @@ import torch
 
 from dora.config import Config
 from dora.consumers import learner_files, process
+from dora.consumers.adapter import add_adapter, published_name, without_adapter
+from dora.consumers.batch_metrics import batch_metrics
 from dora.consumers.batches import MicroBatch, Sample, micro_batches, split_groups
 from dora.consumers.losses import TokenTerms, policy_loss
-from dora.consumers.metrics import LearningSums, Mismatch, batch_metrics
+from dora.consumers.metrics import LearningSums, Mismatch
 from dora.consumers.model import PolicyModel, load_model, model_inputs, untied
 from dora.consumers.past_weights import PastWeights
 from dora.consumers.ranks import Leader, Member, together
@@ -70,13 +72,19 @@ class Learner:
         self.world = torch.distributed.get_world_size()
         model = load_model(model_dir, config)
         self.vocabulary = int(model.get_input_embeddings().num_embeddings)
+        self.adapter_settings = add_adapter(model, config) if config.policy.lora else None
+        """Configuration of the adapter that is trained; None where all weights are."""
         policy = PolicyModel(model).to(self._device)
         self._reference: PolicyModel | None = None
+        self._base: dict[str, torch.Tensor] | None = None
         if self._loss.kl_coefficient > 0:
-            self._reference = PolicyModel(load_model(model_dir, config)).to(self._device)
-            self._reference.requires_grad_(False)
+            if self.adapter_settings is not None and self._stage < 3:
+                self._base = without_adapter(policy)
+            else:
+                self._reference = PolicyModel(load_model(model_dir, config)).to(self._device)
+                self._reference.requires_grad_(False)
         optimizer = torch.optim.AdamW(
-            policy.parameters(),
+            [parameter for parameter in policy.parameters() if parameter.requires_grad],
             lr=config.trainer.optimizer.learning_rate,
             betas=config.trainer.optimizer.betas,
             eps=config.trainer.optimizer.eps,
@@ -211,7 +219,9 @@ class Learner:
         self, batch: MicroBatch, logprobs: torch.Tensor, proximal: torch.Tensor | None
     ) -> TokenTerms:
         reference = None
-        if self._reference is not None:
+        if self._base is not None:
+            reference = self._score(batch, self._base)
+        elif self._reference is not None:
             with torch.no_grad():
                 reference = self._forward(self._reference, batch)
         if self._loss.importance_cap is not None and proximal is None:
@@ -335,19 +345,30 @@ class Learner:
         return np.asarray(scores.float().cpu().numpy(), dtype=np.float32)
 
     def export_state(self) -> dict[str, torch.Tensor]:
-        """The policy's tensors by their Hugging Face names, in `policy.dtype`, tied ones once.
+        """The policy's tensors by their Hugging Face names, in `policy.dtype`, tied ones once; of
+        an adapter its own tensors, by peft's names.
 
         Gathered to the CPU under ZeRO-3; otherwise these are the live tensors, not copies.
         """
         model = self._engine.module.model
         dtype = getattr(torch, self._config.policy.dtype)
+        adapter = self.adapter_settings is not None
         if self._stage == 3:
             self._order("export")
             tensors = {}
             for name, parameter in model.named_parameters():
+                if adapter and not parameter.requires_grad:
+                    continue
                 with self._deepspeed.zero.GatheredParameters([parameter]):
-                    tensors[name] = parameter.detach().to("cpu", dtype, copy=True)
+                    held = parameter.detach().to("cpu", dtype, copy=True)
+                tensors[published_name(name) if adapter else name] = held
             return tensors
+        if adapter:
+            return {
+                published_name(name): parameter.detach().to(dtype)
+                for name, parameter in model.named_parameters()
+                if parameter.requires_grad
+            }
         state = untied(model.state_dict())
         return {
             name: tensor.detach().to(dtype) if tensor.is_floating_point() else tensor

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dora.consumers.batches import Sample
 from dora.consumers.losses import LossParts
 
 
@@ -119,24 +118,3 @@ class Mismatch:
         if self.older_tokens:
             result["logprob_drift_mean"] = self.older_sum / self.older_tokens
         return result
-
-
-def batch_metrics(
-    samples: Sequence[Sample], version: int, success_threshold: float
-) -> dict[str, float]:
-    """What a batch of samples says by itself: rewards, lengths, staleness."""
-    rewards = np.array([s.reward for s in samples], dtype=np.float64)
-    lengths = np.array([s.generated for s in samples], dtype=np.float64)
-    staleness = np.array([version - s.version for s in samples], dtype=np.float64)
-    return {
-        "reward_mean": float(rewards.mean()),
-        "success_rate": float((rewards >= success_threshold).mean()),
-        "staleness_mean": float(staleness.mean()),
-        "staleness_max": float(staleness.max()),
-        "tokens": float(lengths.sum()),
-        "trajectories": float(len(samples)),
-        "response_length_mean": float(lengths.mean()),
-        "response_length_max": float(lengths.max()),
-        "truncated_fraction": float(np.mean([s.truncated for s in samples])),
-        "signal_fraction": float(np.mean([s.advantage != 0.0 for s in samples])),
-    }

@@ -15,9 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dora.config import Config
 from dora.consumers.rank_links import (
@@ -31,6 +29,9 @@ from dora.consumers.rank_links import (
     missing,
 )
 from dora.errors import ConfigError, RankError
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Ranks(Protocol):
     rank: int
     world: int
     timeout: float
-    store: torch.distributed.Store
+    store: "torch.distributed.Store"
 
     def blame(self, error: BaseException) -> None:
         """Raise RankError if `error` comes from another rank's end."""
@@ -62,6 +63,8 @@ def launched() -> bool:
 def join(config: Config) -> "Leader | Member":
     """Meet the other ranks. The launcher says who is who: RANK, WORLD_SIZE, MASTER_ADDR and
     MASTER_PORT. RankError, naming who is missing, after `trainer.rank_timeout_seconds`."""
+    import torch
+
     lacking = [name for name in _ENVIRONMENT if name not in os.environ]
     if lacking:
         raise ConfigError(
@@ -112,7 +115,7 @@ class Leader:
     """Rank 0's side."""
 
     def __init__(
-        self, config: Config, store: torch.distributed.Store, world: int, host: str
+        self, config: Config, store: "torch.distributed.Store", world: int, host: str
     ) -> None:
         self.rank, self.world = 0, world
         self.timeout = config.trainer.rank_timeout_seconds
@@ -205,7 +208,7 @@ class Member:
     """Another rank's side."""
 
     def __init__(
-        self, config: Config, store: torch.distributed.Store, rank: int, world: int, host: str
+        self, config: Config, store: "torch.distributed.Store", rank: int, world: int, host: str
     ) -> None:
         self.rank, self.world = rank, world
         self.timeout = config.trainer.rank_timeout_seconds

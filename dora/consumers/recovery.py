@@ -11,8 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from dora.bus.reader import LogReader, Unreadable
 from dora.bus.settings import ClusterSettings
@@ -21,14 +20,16 @@ from dora.config import Config
 from dora.config_training import LossSection, RecoverySection, TrainerSection
 from dora.consumers.batches import Sample
 from dora.consumers.checkpoints import Checkpoints
-from dora.consumers.learner import Learner
+from dora.consumers.learning import Learning
 from dora.consumers.ledger import History, whole_ledger
 from dora.consumers.planner import prepare_samples
 from dora.consumers.shares import Place
 from dora.errors import BusError, DeadlineError, RunError, WeightsError
 from dora.schemas.records import GroupRef, Step, Trajectory
 from dora.weights.store import WeightStore
-from dora.weights.tensors import read_tensors
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ class Deviation:
 
 
 def largest_difference(
-    redone: Mapping[str, torch.Tensor], announced: Mapping[str, torch.Tensor]
+    redone: "Mapping[str, torch.Tensor]", announced: "Mapping[str, torch.Tensor]"
 ) -> tuple[float, str | None]:
     """Largest difference relative to the largest weight of each tensor, and the tensor it is in.
 
@@ -209,7 +210,7 @@ class Recovery:
         self,
         config: Config,
         settings: ClusterSettings,
-        learner: Learner,
+        learner: Learning,
         say: Callable[[str], None],
     ) -> None:
         self._config = config
@@ -303,6 +304,8 @@ class Recovery:
         version = step.version_out
         largest: float | None = None
         tensor: str | None = None
+        from dora.weights.tensors import read_tensors  # torch, which takes seconds to import
+
         try:
             stored = WeightStore.of(self._config).fetch(
                 history.policies[version], self._config.run_directory / "scratch"

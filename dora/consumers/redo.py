@@ -14,7 +14,7 @@ from dora.bus.reader import LogReader
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.config import Config
-from dora.consumers.learner import Learner
+from dora.consumers.learning import create_learner
 from dora.consumers.ledger import History, new_state, read_ledger
 from dora.consumers.recovery import fetch_steps, samples_of_step
 from dora.errors import RunError
@@ -70,7 +70,7 @@ def redo_run(
     redone, and what Kafka and the model refuse.
     """
     history = _history(config, settings, deadline)
-    learner = Learner(model_directory(config.policy.model), config)
+    learner = create_learner(config, model_directory(config.policy.model))
     differing: list[Difference] = []
 
     def compare(version: int, announced: str) -> str:

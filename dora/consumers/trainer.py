@@ -18,7 +18,7 @@ from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.consumers.checkpoints import Checkpoints
 from dora.consumers.heartbeat import PROCESS, Heartbeat
-from dora.consumers.learner import Learner
+from dora.consumers.learning import Learning, create_learner
 from dora.consumers.ledger import (
     History,
     LedgerWriter,
@@ -99,7 +99,7 @@ class Trainer:
             self._state,
             patience=config.kafka.request_timeout_seconds,
         )
-        self._learner: Learner
+        self._learner: Learning
         self._planner: Planner
         self._publisher: Publisher
 
@@ -167,7 +167,7 @@ class Trainer:
         self._heartbeat.say("loading", "loading the model")
         model = model_directory(self._config.policy.model)
         beat = self._heartbeat.beat
-        self._learner = Learner(model, self._config, progress=beat, ranks=self._ranks)
+        self._learner = create_learner(self._config, model, progress=beat, ranks=self._ranks)
         self._planner = Planner(self._state, self._config.trainer.loss, self._learner.vocabulary)
         self._publisher = Publisher(
             self._config, self._learner, model, self._reader, history, self._weight_users, beat

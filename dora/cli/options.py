@@ -138,6 +138,27 @@ def kafka_options(command: Command) -> Command:
     return _kafka_parameters(wrapper)
 
 
+def cluster_options(command: Command) -> Command:
+    """`-b`, `-X`, `--kafka-config` and `--broker-dir` for commands that load configurations
+    themselves and start a local broker where no cluster is given.
+
+    The command gets `overrides`, for `load_config`, and `broker_directory`.
+    """
+
+    @functools.wraps(command)
+    def wrapper(
+        *args: Any,
+        bootstrap_servers: str | None,
+        properties: Mapping[str, str],
+        kafka_config: tuple[Path, ...],
+        **kwargs: Any,
+    ) -> Any:
+        overrides = KafkaOverrides(bootstrap_servers, properties, kafka_config)
+        return command(*args, overrides=overrides, **kwargs)
+
+    return _kafka_parameters(wrapper)
+
+
 def json_option(command: Command) -> Command:
     """`--json`; the command gets `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")(command)

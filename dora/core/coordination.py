@@ -112,6 +112,7 @@ class Coordination:
         self.stopped_at: float | None = None
         """When the workers were told that the run is complete."""
         self.takeovers = 0
+        self.migrations = 0
         self.resumed_tokens = 0
         self._incarnation = incarnation
         self._echo_at: float | None = None
@@ -192,7 +193,10 @@ class Coordination:
         self.takeovers += 1
         self.resumed_tokens += prefix.tokens
         self.unplaced[identity] = replace(
-            work, prefix_token_ids=prefix.token_ids, prefix_logprobs=prefix.logprobs
+            work,
+            prefix_token_ids=prefix.token_ids,
+            prefix_logprobs=prefix.logprobs,
+            prefix_runs=prefix.runs,
         )
 
     def decide(self, now: float) -> Decision:

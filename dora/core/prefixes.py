@@ -1,26 +1,28 @@
 """What earlier attempts at a trajectory left in the chunk log, for the next one to go on from.
 
 Invariant: a prefix is what one attempt wrote, from its first token on without a gap, all of one
-policy version, with the log-probabilities under which it was sampled. An attempt that resumed
-another repeats the prefix in its first chunk, so no attempt's chunks need those of another.
+policy version (unless the schedule is `partial`), with the log-probabilities under which it was
+sampled. An attempt that resumed another repeats the prefix in its first chunk (one for each
+version), so no attempt's chunks need those of another.
 """
 
 from dataclasses import dataclass, field
 
-from dora.schemas.records import Chunk
+from dora.schemas.records import Chunk, VersionRun
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """Tokens (little-endian int32) and log-probabilities (float32) to go on from.
 
-    `barren_since` is the number of the first attempt after the last one that generated a token of
-    its own; 0 if none has.
+    `runs` are its versions where it may have several. `barren_since` is the number of the first
+    attempt after the last one that generated a token of its own; 0 if none has.
     """
 
     token_ids: bytes = b""
     logprobs: bytes = b""
     barren_since: int = 0
+    runs: tuple[VersionRun, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -33,6 +35,7 @@ class _Attempt:
     sequence: int = 0
     token_ids: list[bytes] = field(default_factory=list)
     logprobs: list[bytes] = field(default_factory=list)
+    runs: list[VersionRun] = field(default_factory=list)
     tokens: int = 0
     resumed: int = 0
 
@@ -40,16 +43,21 @@ class _Attempt:
 class PrefixCollector:
     """Takes the chunks of some trajectories, in the order of their partition.
 
-    `wanted` maps trajectory ids to the version that their prefix must be of.
+    `wanted` maps trajectory ids to the version that their prefix must be of or, with `mixed`, must
+    begin with at the earliest.
     """
 
-    def __init__(self, wanted: dict[str, int]) -> None:
+    def __init__(self, wanted: dict[str, int], *, mixed: bool = False) -> None:
         self._wanted = wanted
+        self._mixed = mixed
         self._attempts: dict[str, dict[int, _Attempt]] = {}
 
     def take(self, chunk: Chunk) -> None:
         """Adds a chunk if it continues its attempt; others are left aside."""
-        if self._wanted.get(chunk.trajectory_id) != chunk.policy_version:
+        version = self._wanted.get(chunk.trajectory_id)
+        if version is None or version > chunk.policy_version:
+            return
+        if version != chunk.policy_version and not self._mixed:
             return
         attempts = self._attempts.setdefault(chunk.trajectory_id, {})
         attempt = attempts.setdefault(chunk.attempt, _Attempt())
@@ -58,7 +66,12 @@ class PrefixCollector:
         attempt.sequence += 1
         attempt.token_ids.append(chunk.token_ids)
         attempt.logprobs.append(chunk.logprobs)
-        attempt.tokens += len(chunk.token_ids) // 4
+        tokens = len(chunk.token_ids) // 4
+        attempt.tokens += tokens
+        if tokens and self._mixed:
+            if attempt.runs and attempt.runs[-1].version == chunk.policy_version:
+                tokens += attempt.runs.pop().tokens
+            attempt.runs.append(VersionRun(chunk.policy_version, tokens))
         attempt.resumed += chunk.resumed_tokens
 
     def best(self, trajectory_id: str) -> Prefix:
@@ -69,4 +82,5 @@ class PrefixCollector:
         if not attempts:
             return Prefix()
         _, _, longest = max((a.tokens, n, a) for n, a in attempts.items())
-        return Prefix(b"".join(longest.token_ids), b"".join(longest.logprobs), barren_since)
+        tokens, logprobs = b"".join(longest.token_ids), b"".join(longest.logprobs)
+        return Prefix(tokens, logprobs, barren_since, tuple(longest.runs))

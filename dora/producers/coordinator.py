@@ -90,7 +90,7 @@ class Coordinator:
         )
         self._coordination = Coordination(rules_of(config), self._incarnation)
         self._fold = RunFold(config, settings, self._coordination, clock)
-        self._scanner = ChunkScanner(settings)
+        self._scanner = ChunkScanner(settings, mixed=config.schedule.kind == "partial")
         self._writer = LogWriter(settings, client_id="coordinator")
 
     def run(self, stop: threading.Event) -> None:
@@ -177,7 +177,7 @@ class Coordinator:
             log.warning(
                 "process %d of %s was replaced and still speaks", zombie.pid, zombie.process
             )
-        for each in decision.yields:
+        for each in (*decision.yields, *decision.moves):
             log.info(
                 "%s is to hand back %s: %s", each.worker.process, each.trajectory_id, each.reason
             )
@@ -242,6 +242,7 @@ class Coordinator:
                 "unplaced": float(len(self._coordination.unplaced)),
                 "scanning": float(len(self._coordination.scans)),
                 "takeovers_total": float(self._coordination.takeovers),
+                "migrations_total": float(self._coordination.migrations),
                 "resumed_tokens_total": float(self._coordination.resumed_tokens),
                 "outstanding": float(run_state.outstanding_total),
                 "live_versions": float(len(run_state.live_versions())),

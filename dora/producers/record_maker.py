@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from dora.config import Config
-from dora.core.coordination import Decision
+from dora.core.coordination import Decision, Yield
 from dora.core.placement import Plan, Unplaced
 from dora.core.ring import trajectory_id
 from dora.schemas.records import (
@@ -39,7 +39,7 @@ class RecordMaker:
     def command(
         self,
         addressee: Status,
-        kind: Literal["switch", "yield", "stop"],
+        kind: Literal["switch", "yield", "move", "pause", "stop"],
         *,
         policy_version: int = -1,
         trajectory_id: str = "",
@@ -76,6 +76,7 @@ class RecordMaker:
             purpose=work.purpose,
             prefix_token_ids=work.prefix_token_ids,
             prefix_logprobs=work.prefix_logprobs,
+            prefix_runs=work.prefix_runs,
         )
 
     def of_decision(self, decision: Decision) -> list[Record]:
@@ -89,17 +90,22 @@ class RecordMaker:
                 self.admission(admit.group_id, admit.ordinal, admit.version, 1, "eval")
                 for admit in decision.evaluations
             ),
-            *(
-                self.command(
-                    each.worker, "yield", trajectory_id=each.trajectory_id, attempt=each.attempt,
-                    reason=each.reason,
-                )
-                for each in decision.yields
-            ),
+            *(self._ending(each, "yield") for each in decision.yields),
+            *(self._ending(each, "move") for each in decision.moves),
+            *(self.command(w, "pause", reason="a step is trained") for w in decision.pauses),
             *(self.command(w, "stop", reason="the run is complete") for w in decision.stops),
             *self.of_plan(decision.plan, decision.addressees),
             *map(self.given_up, decision.given_up),
         ]  # fmt: skip
+
+    def _ending(self, each: Yield, kind: Literal["yield", "move"]) -> Command:
+        return self.command(
+            each.worker,
+            kind,
+            trajectory_id=each.trajectory_id,
+            attempt=each.attempt,
+            reason=each.reason,
+        )
 
     def of_plan(self, plan: Plan, addressees: Mapping[str, Status]) -> list[Record]:
         """A plan's records; `addressees` are the workers' newest statuses by worker id."""

@@ -203,6 +203,9 @@ class RunFold:
                     continue  # its announcement is about to be read; nothing is generated yet
                 raise RunError(f"{self._topics.policies} has no record of version {version}")
             positions.update(self.start_of(topic, version))
+        # what was handed over to an earlier coordinator is found in the chunks
+        handovers = (self._topics.handovers, 0)
+        positions |= self._reader.end_offsets([handovers])
         self._reader.assign(positions)
 
     def _apply(self, message: Message, *, live: bool) -> None:

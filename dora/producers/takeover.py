@@ -34,10 +34,14 @@ class Lost:
 
 
 class ChunkScanner:
-    """Answers in `poll` what was asked for with `ask`."""
+    """Answers in `poll` what was asked for with `ask`; with `mixed` (schedule `partial`) prefixes
+    may be of several versions."""
 
-    def __init__(self, settings: ClusterSettings, *, deadline: float = SCAN_SECONDS) -> None:
+    def __init__(
+        self, settings: ClusterSettings, *, deadline: float = SCAN_SECONDS, mixed: bool = False
+    ) -> None:
         self._settings = settings
+        self._mixed = mixed
         self._deadline = deadline
         self._waiting: dict[str, Lost] = {}
         self._running: dict[str, Lost] = {}
@@ -68,17 +72,18 @@ class ChunkScanner:
 
     def _scan(self) -> None:
         try:
-            self._found = scan(self._settings, self._running, self._deadline)
+            self._found = scan(self._settings, self._running, self._deadline, mixed=self._mixed)
         except BaseException as error:  # noqa: BLE001 - raised in `poll`
             self._error = error
 
 
 def scan(
-    settings: ClusterSettings, wanted: Mapping[str, Lost], deadline: float
+    settings: ClusterSettings, wanted: Mapping[str, Lost], deadline: float, *, mixed: bool = False
 ) -> dict[str, Prefix]:
     """The best prefix of each trajectory in the log as of now (see `core.prefixes`)."""
     started = time.monotonic()
-    collector = PrefixCollector({identity: lost.version for identity, lost in wanted.items()})
+    versions = {identity: lost.version for identity, lost in wanted.items()}
+    collector = PrefixCollector(versions, mixed=mixed)
     try:
         with LogReader(settings, client_id="takeover", wanted=wanted.__contains__) as reader:
             starts: dict[Partition, int] = {}

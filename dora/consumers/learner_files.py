@@ -1,6 +1,7 @@
 """A learner's checkpoint: DeepSpeed's files, and the count that its schedule goes by.
 
-Invariant: what is loaded was written by as many ranks at the same ZeRO stage, whole.
+Invariant: what is loaded was written by as many ranks at the same ZeRO stage, whole. Frozen weights
+(the base model under an adapter) never change and are no part of it.
 """
 
 import json
@@ -16,7 +17,9 @@ _COUNTS = "learner.json"
 
 def save(engine: Any, directory: Path, updates: int, world: int, stage: int) -> None:
     """Write this rank's part to `directory`; all ranks call it, rank 0 writes the count."""
-    engine.save_checkpoint(str(directory), tag=_TAG, save_latest=False)
+    engine.save_checkpoint(
+        str(directory), tag=_TAG, save_latest=False, exclude_frozen_parameters=_frozen(engine)
+    )
     if engine.global_rank == 0:
         counts = {"updates": updates, "world": world, "zero_stage": stage}
         (directory / _COUNTS).write_text(json.dumps(counts) + "\n")
@@ -41,9 +44,18 @@ def load(engine: Any, directory: Path, world: int, stage: int) -> int:
             "redone from the log.",
         )
     try:
-        loaded, _ = engine.load_checkpoint(str(directory), tag=_TAG, load_lr_scheduler_states=False)
+        loaded, _ = engine.load_checkpoint(
+            str(directory),
+            tag=_TAG,
+            load_module_strict=not _frozen(engine),
+            load_lr_scheduler_states=False,
+        )
     except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
         raise WeightsError(f"checkpoint {directory} is damaged: {error}") from error
     if loaded is None:
         raise WeightsError(f"checkpoint {directory} is not complete")
     return int(counts["updates"])
+
+
+def _frozen(engine: Any) -> bool:
+    return any(not parameter.requires_grad for parameter in engine.module.parameters())

@@ -16,13 +16,14 @@ from dora.bus.reader import LogReader
 from dora.bus.topics import RunTopics
 from dora.config import Config
 from dora.consumers.checkpoints import Checkpoints, checkpoint_name
-from dora.consumers.learner import Learner
+from dora.consumers.learning import Learning
 from dora.consumers.ledger import History
 from dora.consumers.weight_users import WeightUsers
 from dora.core.ring import slot_partitions
 from dora.core.weight_keeping import needless
 from dora.core.window import Window
 from dora.schemas.records import Policy, SlotOffset, pack_logprobs, pack_tokens
+from dora.weights.adapters import write_adapter, write_adapter_config
 from dora.weights.canary import canary_tokens
 from dora.weights.models import copy_companions
 from dora.weights.store import Published, WeightStore, name_of
@@ -36,7 +37,7 @@ class Publisher:
     def __init__(
         self,
         config: Config,
-        learner: Learner,
+        learner: Learning,
         model: Path,
         reader: LogReader,
         history: History,
@@ -77,7 +78,7 @@ class Publisher:
         return Policy(
             run=config.run.name,
             version=version,
-            kind="full",
+            kind="full" if config.policy.lora is None else "lora",
             weights_uri=published.uri,
             files=published.files,
             weights_checksum=published.checksum,
@@ -88,17 +89,27 @@ class Publisher:
         )
 
     def _write(self, version: int) -> Published:
-        code = self._config.policy.trust_remote_code
+        adapter = self._config.policy.lora is not None
         state = {name: tensor.cpu() for name, tensor in self._learner.export_state().items()}
         published = self._store.publish(
             version,
             state,
-            lambda directory: copy_companions(self._model, directory, code=code),
+            self._companions,
             self._config.run_directory / "scratch",
+            write_adapter if adapter else None,
         )
         faults.point("trainer.weights_stored")
         self._progress()
         return published
+
+    def _companions(self, directory: Path) -> None:
+        """What belongs to the weights: the model's files, or an adapter's configuration (the base
+        model stays where it is)."""
+        if self._learner.adapter_settings is not None:
+            write_adapter_config(directory, self._learner.adapter_settings)
+        elif self._config.policy.lora is None:
+            code = self._config.policy.trust_remote_code
+            copy_companions(self._model, directory, code=code)
 
     def write_checkpoint(self, policy: Policy, *, forced: bool = False) -> str | None:
         """Write a checkpoint if one is due at this version, or `forced`; returns its name."""

@@ -1,9 +1,10 @@
 """Putting a policy version into an engine.
 
 Invariant: a worker calls itself ready for a version only after the weights' files had the announced
-sizes and checksums, the engine applied them, and the engine's log-probabilities of the canary were
-within the tolerance of the trainer's. An update that fails the canary is tried once more with a
-fresh engine, since an engine may report success and hold wrong weights.
+sizes and checksums, the engine applied them, and the engine's log-probabilities of the canary under
+that version were within the tolerance of the trainer's. An update that fails the canary is tried
+once more, with a fresh engine or, where an engine hosts many versions, with a fresh adapter: an
+engine may report success and hold wrong weights. A version that fails is not hosted.
 """
 
 import logging
@@ -52,10 +53,11 @@ class Installer:
         """Makes the engine host `policy`.
 
         Raises WeightsError if the files are not what was announced, and CanaryError, with the
-        numbers, if even a fresh engine disagrees with the trainer.
+        numbers, if even a fresh engine (or adapter) disagrees with the trainer.
         """
         started = self._clock()
         directory = self._store.fetch(policy, self._cache)
+        what = "adapter" if self._engine.hosts_many else "engine"
         fresh = self._engine.version is None
         if fresh:
             self._engine.restart(directory, policy.version)
@@ -65,19 +67,22 @@ class Installer:
         if not result.passed and not fresh:
             log.warning(
                 "version %d: canary differs by %.4f nats after the update (tolerance %.4f), "
-                "starting a fresh engine",
+                "starting a fresh %s",
                 policy.version,
                 result.max_difference,
                 self._tolerance,
+                what,
             )
             fresh = True
             self._engine.restart(directory, policy.version)
             result = self._canary(policy)
         if not result.passed:
+            if self._engine.hosts_many:
+                self._engine.unload(policy.version)
             raise CanaryError(
                 f"version {policy.version}: the engine's canary log-probabilities differ from the "
                 f"trainer's by {result.max_difference:.4f} nats at most and "
-                f"{result.mean_difference:.4f} on average, with a fresh engine too "
+                f"{result.mean_difference:.4f} on average, with a fresh {what} too "
                 f"(rollout.canary_tolerance = {self._tolerance})",
                 hint="if the engine computes in lower precision than the trainer, raise "
                 "rollout.canary_tolerance; otherwise the engine does not run this model correctly",
@@ -87,4 +92,4 @@ class Installer:
     def _canary(self, policy: Policy) -> CanaryResult:
         tokens = unpack_tokens(policy.canary_token_ids).tolist()
         expected = unpack_logprobs(policy.canary_logprobs).tolist()
-        return check(self._engine.score(tokens), expected, self._tolerance)
+        return check(self._engine.score(tokens, policy.version), expected, self._tolerance)

@@ -94,9 +94,11 @@ def flush_entry(directory: Path) -> None:
 
 
 class WeightStore:
-    """Versions under one URL. Errors of the storage become WeightsError."""
+    """Versions under one URL, of which `cached_versions` copies are kept where the store is remote.
+    Errors of the storage become WeightsError."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, cached_versions: int = _CACHED_VERSIONS) -> None:
+        self._cached_versions = cached_versions
         self.url = url if "://" in url else Path(url).absolute().as_uri()
         self._files, self._root = self._open(self.url)
         self._local = self.url.startswith("file://")
@@ -104,10 +106,11 @@ class WeightStore:
     @classmethod
     def of(cls, config: Config) -> Self:
         """The store of a run: `weights.store` followed by the run's name, or `weights` in the run's
-        directory."""
+        directory. Of a remote store as many versions are kept at hand as an engine may host."""
+        cached = _CACHED_VERSIONS if config.policy.lora is None else config.window.ring
         if config.weights.store is None:
-            return cls(str(config.run_directory / "weights"))
-        return cls(f"{config.weights.store.rstrip('/')}/{config.run.name}")
+            return cls(str(config.run_directory / "weights"), cached)
+        return cls(f"{config.weights.store.rstrip('/')}/{config.run.name}", cached)
 
     @staticmethod
     def _open(url: str) -> tuple[Any, str]:
@@ -126,10 +129,12 @@ class WeightStore:
         state: "Mapping[str, torch.Tensor]",
         companions: Callable[[Path], None],
         scratch: Path | None = None,
+        write: "Callable[[Path, Mapping[str, torch.Tensor]], None] | None" = None,
     ) -> Published:
         """Store the tensors of `version` with what `companions` adds to the directory.
 
-        `scratch` is a local directory for files on their way to a remote store. Publishing the same
+        `scratch` is a local directory for files on their way to a remote store. `write` puts the
+        tensors into the directory, by default as those of a whole model. Publishing the same
         tensors of the same version twice gives the same directory.
         """
         from dora.weights.tensors import weights_checksum, write_tensors
@@ -140,7 +145,7 @@ class WeightStore:
         staging = parent / f"{_UNFINISHED}{name}-{uuid.uuid4().hex[:8]}"
         try:
             staging.mkdir(parents=True)
-            write_tensors(staging, state)
+            (write or write_tensors)(staging, state)
             companions(staging)
             files = describe(staging)
             if self._local:
@@ -213,7 +218,7 @@ class WeightStore:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         copies = [p for p in cache.iterdir() if _NAME.fullmatch(p.name)]
-        for old in sorted(copies, key=lambda p: p.stat().st_mtime)[:-_CACHED_VERSIONS]:
+        for old in sorted(copies, key=lambda p: p.stat().st_mtime)[: -self._cached_versions]:
             shutil.rmtree(old, ignore_errors=True)
         return target
 

@@ -45,14 +45,19 @@ def write_tensors(directory: Path, state: Mapping[str, torch.Tensor]) -> None:
         max_shard_size=MAX_SHARD,
     )
     for filename, names in split.filename_to_tensors.items():
-        part = {name: tensors[name] for name in names}
-        try:
-            save_file(part, directory / filename, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise _storage_failure(error, directory / filename) from error
+        write_file(directory / filename, {name: tensors[name] for name in names})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write one safetensors file; OSError for what the disk refuses, WeightsError else."""
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(plain, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise _storage_failure(error, path) from error
 
 
 def _storage_failure(error: SafetensorError, path: Path) -> OSError | WeightsError:

@@ -7,10 +7,12 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 from dora.config import Config
 from dora.producers.engines.base import Delta, Engine, FinishReason, Request, Sampling
 from dora.producers.engines.emulated import EmulatedEngine, EmulatedSpec
+from dora.weights.models import model_directory
 
 __all__ = ["Delta", "Engine", "FinishReason", "Request", "Sampling", "create_engine"]
 
@@ -26,7 +28,7 @@ def create_engine(
 
     `worker` makes the engine's own random state, which requests without a seed use, different from
     that of other workers. `clock` and `sleep` are for the emulated engine. Raises `PolicyError`
-    where vLLM is needed and missing.
+    where vLLM is needed and missing, or the base model of adapters.
     """
     rollout = config.rollout
     if rollout.engine == "emulated":
@@ -42,17 +44,28 @@ def create_engine(
             clock=clock,
             sleep=sleep,
         )
-    from dora.producers.engines.vllm import VllmEngine
+    arguments: dict[str, Any] = {
+        "capacity": rollout.capacity,
+        "max_model_len": config.max_model_len,
+        "dtype": config.policy.dtype,
+        "seed": zlib.crc32(f"{config.run.seed}:{worker}".encode()),
+        "enforce_eager": rollout.enforce_eager,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "kv_cache_gib": rollout.kv_cache_gib,
+        "threads": rollout.threads,
+        "trust_remote_code": config.policy.trust_remote_code,
+        "options": dict(rollout.engine_options),
+    }
+    lora = config.policy.lora
+    if lora is None:
+        from dora.producers.engines.vllm import VllmEngine
 
-    return VllmEngine(
-        capacity=rollout.capacity,
-        max_model_len=config.max_model_len,
-        dtype=config.policy.dtype,
-        seed=zlib.crc32(f"{config.run.seed}:{worker}".encode()),
-        enforce_eager=rollout.enforce_eager,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        kv_cache_gib=rollout.kv_cache_gib,
-        threads=rollout.threads,
-        trust_remote_code=config.policy.trust_remote_code,
-        options=dict(rollout.engine_options),
+        return VllmEngine(**arguments)
+    from dora.producers.engines.vllm_adapters import VllmAdapterEngine
+
+    return VllmAdapterEngine(
+        model_directory(config.policy.model),
+        rank=lora.rank,
+        adapters=rollout.adapters or config.window.ring,
+        **arguments,
     )

@@ -1,0 +1,310 @@
+"""One vLLM engine in this process, driven by the caller's thread: what all ways of serving share.
+
+Invariant: what is reported as a log-probability is that of the distribution sampled from
+(`logprobs_mode="processed_logprobs"`), and no step of vLLM goes by without its outputs being
+handed to the requests that they belong to, whatever it was taken for.
+
+vLLM is imported when the first engine is made, not before: the import takes many seconds. The code
+needs nothing but `import vllm`; the platform is the one that vLLM detects.
+"""
+
+import gc
+import logging
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from dora.errors import DoraError, PolicyError
+from dora.producers.engines.base import Delta, Engine, Request, complete, refusal, resumed_seed
+from dora.producers.engines.vllm_requests import (
+    delta_of,
+    sampling_parameters,
+    scores_of,
+    scoring_parameters,
+)
+from dora.producers.engines.vllm_setup import engine_arguments, import_vllm, register_in_process
+
+log = logging.getLogger(__name__)
+
+_FAILURES_IN_A_ROW = 3
+_SCORE_ID = "dora-score"
+
+
+class VllmCore(Engine):
+    """One vLLM `LLMEngine`; which weights it has is the subclass's business.
+
+    `dtype` and `max_model_len` as in vLLM. `seed` seeds the engine's own random state, used by
+    requests without a seed: workers need different ones. `kv_cache_gib` and `threads` apply on CPUs
+    only, `gpu_memory_utilization` elsewhere only. `options` are further fields of vLLM's
+    `EngineArgs` and win over what is set here. vLLM's messages of at least `log_level` go to the
+    process's own log.
+
+    Raises `PolicyError` where vLLM is missing.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        max_model_len: int,
+        dtype: str = "float32",
+        seed: int = 0,
+        enforce_eager: bool = True,
+        gpu_memory_utilization: float = 0.9,
+        kv_cache_gib: float = 1.0,
+        threads: int = 1,
+        trust_remote_code: bool = False,
+        log_level: int = logging.WARNING,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self.capacity = capacity
+        self.version: int | None = None
+        self.vocabulary = 0
+        self.max_model_len = max_model_len
+        import_vllm(threads, log_level)
+        from vllm.platforms import current_platform
+
+        self._on_cpu = bool(current_platform.is_cpu())
+        self._seed = seed
+        self._threads = threads
+        self._eager = enforce_eager
+        self._arguments: dict[str, Any] = {
+            "skip_tokenizer_init": True,
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "max_num_seqs": capacity,
+            "enforce_eager": enforce_eager,
+            "trust_remote_code": trust_remote_code,
+            "load_format": "safetensors",
+            # The model's generation_config.json must not change the distribution or the stops.
+            "generation_config": "vllm",
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
+        if self._on_cpu:
+            self._arguments |= {
+                "kv_cache_memory_bytes": int(kv_cache_gib * 2**30),
+                "block_size": 32,
+                "enable_prefix_caching": False,
+                # A seeded request whose prompt is read in parts makes vLLM's CPU runner fail
+                # ("CPU Generator does not use offset"), so prompts are read whole.
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(max_model_len, capacity, 4096),
+            }
+        else:
+            self._arguments["gpu_memory_utilization"] = gpu_memory_utilization
+        self._options = options or {}
+        self._llm: Any = None
+        self._requests: dict[str, int | None] = {}
+        """What runs, with the version that each request names."""
+        self._told: list[Delta] = []
+        self._failures = 0
+        self._starts = 0
+
+    def add(self, request: Request) -> None:
+        """Take a request; see `Engine.add`."""
+        name = request.request_id
+        if name in self._requests:
+            raise DoraError(f"request {name} runs already")
+        llm = self._ready()
+        reason = refusal(request, self.vocabulary, self.max_model_len)
+        if reason is not None:
+            self._told.append(Delta(name, finish_reason="error", error=reason))
+            return
+        ended = complete(request)
+        if ended is not None:
+            self._told.append(Delta(name, finish_reason=ended))
+            return
+        try:
+            prompt = {"prompt_token_ids": [*request.prompt, *request.prefix]}
+            parameters = sampling_parameters(request)
+            llm.add_request(
+                name, prompt, parameters, lora_request=self._adapter_of(request.version)
+            )
+        except Exception as error:  # noqa: BLE001 - what vLLM refuses concerns this request only
+            message = f"vLLM refused the request: {type(error).__name__}: {error}"
+            self._told.append(Delta(name, finish_reason="error", error=message))
+            return
+        self._requests[name] = self.version if request.version is None else request.version
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request; see `Engine.abort`."""
+        if request_id in self._requests:
+            del self._requests[request_id]
+            self._llm.abort_request([request_id])
+        self._told = [delta for delta in self._told if delta.request_id != request_id]
+
+    def step(self) -> list[Delta]:
+        """One iteration of vLLM; see `Engine.step`.
+
+        Where vLLM itself fails, every running request ends with an error and a fresh engine takes
+        over with the same weights; the third failure in a row is raised.
+        """
+        if self._requests:
+            try:
+                with self._execution():
+                    outputs = self._llm.step()
+            except Exception as error:  # noqa: BLE001 - the engine's state is unknown after any
+                self._recover(error)
+            else:
+                self._failures = 0
+                self._take(outputs)
+        deltas, self._told = self._told, []
+        return deltas
+
+    def _take(self, outputs: Sequence[Any]) -> None:
+        """Keep what a step of vLLM yielded, for the next `step` to report."""
+        broken = []
+        for output in outputs:
+            name = output.request_id
+            if name not in self._requests:
+                continue
+            delta = delta_of(name, output.outputs[0], bool(output.finished))
+            if delta.finish_reason is not None:
+                del self._requests[name]
+                if not output.finished:
+                    broken.append(name)
+            elif not delta.token_ids:
+                continue
+            self._told.append(delta)
+        if broken:
+            self._llm.abort_request(broken)
+
+    @property
+    def running(self) -> int:
+        """Requests taken and not yet reported as finished."""
+        return len(self._requests) + sum(d.finish_reason is not None for d in self._told)
+
+    @property
+    def memory_used(self) -> float:
+        """Share of the cache's blocks that requests hold, as vLLM's scheduler knows it."""
+        core = getattr(getattr(self._llm, "engine_core", None), "engine_core", None)
+        cache = getattr(getattr(core, "scheduler", None), "kv_cache_manager", None)
+        return float(getattr(cache, "usage", 0.0))
+
+    def close(self) -> None:
+        """Shut vLLM down and free its memory."""
+        llm, self._llm = self._llm, None
+        self._requests.clear()
+        self._told.clear()
+        self.version = None
+        if llm is None:
+            return
+        core: Any = getattr(llm, "engine_core", None)
+        if hasattr(core, "shutdown"):
+            core.shutdown()
+        # The old engine must be gone before a new one starts: vLLM ties process-wide state to it
+        # (its process groups), and a late finaliser would tear down the new one's.
+        del core, llm
+        gc.collect()
+
+    @abstractmethod
+    def _revive(self) -> None:
+        """Start a fresh engine with the weights that it had; nothing runs any more."""
+
+    def _adapter_of(self, version: int | None) -> Any:
+        """vLLM's request for the adapter of a version; None where whole models are served."""
+        return None
+
+    def _ready(self) -> Any:
+        if self._llm is None or self.version is None:
+            raise DoraError(
+                "the engine has no valid weights",
+                hint="It was never started, or its last update failed: restart it.",
+            )
+        return self._llm
+
+    def _launch(self, directory: Path) -> None:
+        """Replace the engine by a fresh one with the model of `directory`."""
+        self.close()
+        from vllm import LLMEngine
+
+        # Requests without a seed must not repeat after a restart what they drew before it.
+        seed = resumed_seed(self._seed, self._starts) & 0x7FFFFFFF
+        given = {"model": str(directory), "seed": seed, **self._arguments, **self._options}
+        arguments = engine_arguments(given)
+        self._starts += 1
+        try:
+            with self._own_threads():
+                if self._on_cpu:
+                    register_in_process(directory)
+                self._llm = LLMEngine.from_engine_args(arguments)
+        except Exception as error:
+            raise PolicyError(
+                f"vLLM could not start with {directory}: {type(error).__name__}: {error}",
+                hint="Check the model, rollout.max_model_len and the memory that is free.",
+            ) from error
+        self.vocabulary = int(self._llm.model_config.get_vocab_size())
+
+    def _score(self, tokens: list[int], adapter: Any) -> list[float]:
+        """Score a sequence; what other requests get meanwhile is reported by the next `step`."""
+        if len(tokens) < 2:
+            return []
+        llm = self._ready()
+        try:
+            with self._execution():
+                llm.add_request(
+                    _SCORE_ID,
+                    {"prompt_token_ids": tokens},
+                    scoring_parameters(),
+                    lora_request=adapter,
+                )
+                while llm.has_unfinished_requests():
+                    outputs = llm.step()
+                    self._take(outputs)
+                    for output in outputs:
+                        if output.request_id == _SCORE_ID and output.finished:
+                            return scores_of(output, tokens)
+        except Exception as error:
+            llm.abort_request([_SCORE_ID])
+            raise DoraError(
+                f"vLLM could not score {len(tokens)} tokens: {type(error).__name__}: {error}"
+            ) from error
+        raise DoraError("vLLM ended a scoring request without log-probabilities")
+
+    def _recover(self, error: Exception) -> None:
+        self._failures += 1
+        names = sorted(self._requests)
+        message = f"vLLM failed: {type(error).__name__}: {error}"
+        log.error("%s; %d requests end, the engine starts again", message, len(names))
+        if self._failures >= _FAILURES_IN_A_ROW or self.version is None:
+            self.close()
+            raise DoraError(
+                f"{message} ({self._failures} times in a row)",
+                hint="The worker's log holds vLLM's own messages.",
+            ) from error
+        told = self._told
+        self._revive()
+        self._told = told
+        self._told += [Delta(name, finish_reason="error", error=message) for name in names]
+
+    def _execution(self) -> AbstractContextManager[Any]:
+        """Surroundings of whatever runs the model.
+
+        Eager on a CPU means no compiler at all: vLLM compiles one small sampling function even
+        with `enforce_eager`, which takes half a minute of C++ at the first step and saves nothing.
+        """
+        if self._on_cpu and self._eager:
+            import torch
+
+            stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+            return stance
+        return nullcontext()
+
+    @contextmanager
+    def _own_threads(self) -> Iterator[None]:
+        """Start vLLM with our thread count; its CPU worker replaces torch's setter for good."""
+        import torch
+
+        setter = torch.set_num_threads
+        if self._on_cpu:
+            setter(self._threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads = setter

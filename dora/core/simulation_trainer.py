@@ -1,0 +1,131 @@
+"""The trainer of a simulated run: the real fold and the real batch rule, and time for the rest.
+
+Invariant: it knows of a trajectory or an admission only when the record has reached it, and takes a
+batch only as `core.window.pick_batch` allows.
+"""
+
+from collections.abc import Callable
+
+from dora.core.groups import finished_facts
+from dora.core.simulation_bus import Events, Mailbox
+from dora.core.simulation_measures import Tally, TrainedStep
+from dora.core.simulation_records import RUN
+from dora.core.simulation_scenario import Scenario
+from dora.core.state import RunState
+from dora.core.window import Blocked, Candidate, pick_batch
+from dora.schemas.records import (
+    Admission,
+    GroupRef,
+    ProcessState,
+    Record,
+    SampleRef,
+    Status,
+    Step,
+    Trajectory,
+)
+
+
+class SimulatedTrainer:
+    """Trains one batch after the other; `write` puts its records into the log."""
+
+    def __init__(
+        self, scenario: Scenario, events: Events, tally: Tally, write: Callable[[Record], None]
+    ) -> None:
+        rules = scenario.rules
+        self.state = RunState(rules.window, rules.group_size)
+        self.steps: list[TrainedStep] = []
+        self.inbox = Mailbox(events, scenario.control_seconds, 0.0, self._read)
+        self._scenario = scenario
+        self._events = events
+        self._tally = tally
+        self._write = write
+        self._candidates: dict[str, tuple[Candidate, int]] = {}  # with their tokens
+        self._blocked_by: int | None = None
+        self._waits_since: float | None = None
+
+    def begin(self) -> None:
+        """Version 0 is there."""
+        self.state.start()
+        self._wait()
+
+    def _read(self) -> None:
+        due = False
+        for record, offset in self.inbox.arrived():
+            if isinstance(record, Admission):
+                self.state.admit(record)
+            elif isinstance(record, Trajectory):
+                facts = finished_facts(record, 0, offset)
+                if self.state.finish(facts) == "counted":
+                    due = self._note(record.group_id) or due
+        if due and self._waits_since is not None:
+            self._try()
+
+    def _note(self, group_id: str) -> bool:
+        """Whether a batch may have become possible by a finished sample of the group."""
+        group = self.state.groups.get(group_id)
+        if group is None or not group.complete or group.purpose != "train":
+            return False
+        tokens = sum(finished.generated_tokens for finished in group.samples.values())
+        self._candidates[group_id] = group.candidate, tokens
+        if len(self._candidates) < self.state.window.groups_per_step:
+            return False
+        # newer groups do not help a batch that waits for older ones
+        return self._blocked_by is None or group.version <= self._blocked_by
+
+    def _wait(self) -> None:
+        self._waits_since = self._events.now
+        self._say("waiting")
+        self._try()
+
+    def _try(self) -> None:
+        state = self.state
+        if state.newest >= self._scenario.rules.steps:
+            return
+        candidates = [candidate for candidate, _ in self._candidates.values()]
+        picked = pick_batch(state.window, state.newest, candidates, state.outstanding)
+        if isinstance(picked, Blocked):
+            self._blocked_by = picked.version
+            return
+        self._blocked_by = None
+        began, waited_at = self._events.now, self._waits_since
+        assert waited_at is not None
+        self._waits_since = None
+        self._say("training")
+        self._tally.trains(True, began)
+        scenario = self._scenario
+        until = began + scenario.training_seconds + scenario.publish_seconds
+        self._events.at(until, self._commit, picked, waited_at, began)
+
+    def _commit(self, batch: tuple[Candidate, ...], waited_at: float, began: float) -> None:
+        self._read()
+        state, now = self.state, self._events.now
+        groups = [state.groups[candidate.group_id] for candidate in batch]
+        step = Step(
+            RUN, "step", len(self.steps), state.newest, state.newest + 1,
+            tuple(
+                GroupRef(
+                    group.group_id,
+                    group.ordinal,
+                    group.version,
+                    tuple(
+                        SampleRef(sample, facts.attempt, facts.partition, facts.offset)
+                        for sample, facts in group.samples.items()
+                    ),
+                )
+                for group in groups
+            ),
+            (), {}, "", None, "trainer", int(now * 1000),
+        )  # fmt: skip
+        tokens = sum(self._candidates.pop(candidate.group_id)[1] for candidate in batch)
+        staleness = tuple(state.newest - candidate.version for candidate in batch)
+        self.steps.append(TrainedStep(waited_at, began, now, tokens, staleness))
+        state.commit(step)
+        self._write(step)
+        self._tally.trains(False, now)
+        self._wait()
+
+    def _say(self, what: ProcessState) -> None:
+        now_ms = int(self._events.now * 1000)
+        self._write(
+            Status(RUN, "trainer", "trainer", "trainer", what, now_ms, version=self.state.newest)
+        )

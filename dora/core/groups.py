@@ -74,6 +74,11 @@ class Group:
         return tuple(self.samples[sample].reward for sample in sorted(self.samples))
 
     @property
+    def tokens(self) -> int:
+        """Generated tokens of the finished samples."""
+        return sum(finished.generated_tokens for finished in self.samples.values())
+
+    @property
     def failure(self) -> str | None:
         """Why the first sample without a reward has none, or None if all finished ones have one."""
         for sample in sorted(self.samples):
@@ -85,7 +90,7 @@ class Group:
     @property
     def candidate(self) -> Candidate:
         """The group as `core.window.pick_batch` takes it."""
-        return Candidate(self.version, self.ordinal, self.group_id)
+        return Candidate(self.version, self.ordinal, self.group_id, self.tokens)
 
 
 @dataclass(slots=True)
@@ -129,3 +134,27 @@ class Counters:
     foreign: int = 0
     trained_groups: int = 0
     set_aside_groups: int = 0
+
+
+@dataclass(slots=True)
+class TokenSums:
+    """What finished training samples say about the lengths of those to come."""
+
+    samples: int = 0
+    """Counted so far in the run."""
+    tokens: int = 0
+    """Generated tokens of these."""
+    known: int = 0
+    """Generated tokens of the finished samples of outstanding groups."""
+    missing: int = 0
+    """Unfinished samples of outstanding groups."""
+
+    @property
+    def mean(self) -> float:
+        """Mean length in tokens; 0 while nothing is known."""
+        return self.tokens / self.samples if self.samples else 0.0
+
+    @property
+    def expected(self) -> float:
+        """Tokens that the outstanding groups will have."""
+        return self.known + self.missing * self.mean

@@ -16,7 +16,14 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Literal
 
-from dora.core.groups import Counters, EvaluationTally, Finished, Group, finished_facts
+from dora.core.groups import (
+    Counters,
+    EvaluationTally,
+    Finished,
+    Group,
+    TokenSums,
+    finished_facts,
+)
 from dora.core.window import Window
 from dora.schemas.records import Admission, GroupRef, Step
 
@@ -57,6 +64,7 @@ class RunState:
         self._outstanding: dict[int, int] = {}
         self._outstanding_total = 0
         self._journal_version = -1  # of the newest train admission
+        self._lengths = TokenSums()
         self._floor = 0  # groups of older versions are closed; see `begin_at`
         self._evaluated: dict[int, set[str]] = {}  # by version: eval groups admitted
         self._pending: dict[str, list[Finished]] = {}  # seen before their group's admission
@@ -75,6 +83,27 @@ class RunState:
     def outstanding_total(self) -> int:
         """Train groups started and not committed."""
         return self._outstanding_total
+
+    @property
+    def known_to(self) -> int:
+        """Version of the newest admission; none under a version before it can still come."""
+        return self._journal_version
+
+    @property
+    def expected_tokens(self) -> float:
+        """Generated tokens of the outstanding groups: those of finished samples, and the running
+        mean for each that is not; 0 before the first has finished."""
+        return self._lengths.expected
+
+    def admissible(self, steps_left: int) -> int:
+        """How many groups may start now, with `steps_left` steps to be committed."""
+        return self.window.admissible(
+            self._outstanding_total,
+            steps_left,
+            self._lengths.expected,
+            self._lengths.mean * self.group_size,
+            opened=self._journal_version >= self.newest,
+        )
 
     @property
     def groups(self) -> Mapping[str, Group]:
@@ -139,6 +168,7 @@ class RunState:
             return
         self._outstanding[group.version] = self._outstanding.get(group.version, 0) + 1
         self._outstanding_total += 1
+        self._lengths.missing += group.size
         self._track(group)
 
     def _admit_evaluation(self, group: Group) -> None:
@@ -180,6 +210,9 @@ class RunState:
         self._count(finished)
         if group.purpose == "eval":
             self._tally(group, finished)
+        else:
+            self._lengths.missing -= 1
+            self._lengths.known += finished.generated_tokens
         if group.complete:
             self._drop_open(group)
             if group.purpose == "eval":
@@ -214,6 +247,9 @@ class RunState:
     def _count(self, finished: Finished) -> None:
         self.counters.trajectories += 1
         self.counters.generated_tokens += finished.generated_tokens
+        if finished.purpose == "train":
+            self._lengths.samples += 1
+            self._lengths.tokens += finished.generated_tokens
 
     def _tally(self, group: Group, finished: Finished) -> None:
         tally = self.evaluations[group.version]
@@ -285,6 +321,8 @@ class RunState:
             if self._complete.pop(group.group_id, None) is None:
                 self._drop_open(group)
             seen.update(group.samples)
+            self._lengths.missing -= len(group.missing)
+            self._lengths.known -= group.tokens
         self._close(ref.group_id, ref.version)
         awaited = {
             sample.sample: (sample.partition, sample.offset)

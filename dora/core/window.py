@@ -1,46 +1,103 @@
 """The window: when a group may start, and which groups a step may train.
 
-Invariant: with at most `(K+1) * B` groups outstanding, and a batch taken only if every group left
-still fits in the steps before it expires, each group is trained at most `K` versions after the one
-that generated it (bounded staleness), none is dropped, and a batch can be taken as soon as enough
-groups have finished (no deadlock). Outstanding is a group that was started and is not yet in a
-committed ledger entry: one in a batch that is being trained counts until the commit.
+Outstanding is a group that was started and is not yet in a committed ledger entry: one in a batch
+that is being trained counts until the commit. `K` is the staleness bound, `B` the most groups of a
+step. Without a token budget each step takes exactly `B` groups, and with one at least one group;
+let `s` be the fewest a step may take (`B`, or 1).
 
-Both rules stay safe on stale views. Let the journal of admissions be totally ordered with
-versions that never decrease, each admission valid under a prefix of the ledger, and the batch drawn
-from a prefix of the journal whose newest version is `m`. For versions `j < m` the trainer's counts
-are exact. For `j >= m`, let `v <= j` be the version of the last admission at or below `j`: at that
-moment at most `(K+1) * B` groups were outstanding, and the `n - v + 1` batches since `v` (this one
-included) hold none newer than `m`, so at most `(K + v - n) * B <= (j + K - n) * B` are left.
+- Admission: at most `K * B + s` groups are outstanding. With a token budget `U`, moreover, a group
+  starts only while those outstanding are expected to have fewer than `(K + 1) * U` tokens, or if
+  it is the first under the newest version.
+- Batch: at version `n` finished groups are taken oldest version first, `B` of them or until their
+  generated tokens reach `U`, and then on, up to `B`, until for every version `j <= n` at most
+  `(j + K - n) * B` groups of versions `<= j` are left: each group left fits in the steps before it
+  expires. Otherwise the step waits. Fewer than `B` are taken only by who knows that no admission
+  under a version before `n` can still come.
+
+Invariant: each group is trained at most `K` versions after the one that generated it (bounded
+staleness), none is dropped, and a batch can be taken as soon as enough groups have finished (no
+deadlock). The rules are safe on stale views of ledger and journal:
+
+Let the journal of admissions be totally ordered with versions that never decrease, each admission
+valid under a prefix of the ledger, the batch drawn from a prefix of the journal, and `c` a version
+such that all admissions under versions before `c` are in that prefix and none in it is newer than
+`c`. Let `F(j, n)` be the number of groups of versions `<= j` that are ever admitted, less those in
+ledger entries before the step at `n`. Claim: `F(j, n) <= (j + K - n + 1) * B` for `j < n`. At the
+last admission at or below `n` at most `K * B + s` groups were outstanding, so
+`F(n, n) <= K * B + s`. A batch of `b` groups at `n` leaves
+
+- for `j < c` exactly what was counted, so at most `(j + K - n) * B`;
+- for `c <= j`, since it holds none newer than `j`, `F(j, n) - b`. If `b = B`, that is at most
+  `(j + K - n) * B` for `j < n` by the claim, and for `j = n` at most `K * B + s - B <= K * B`. If
+  `b < B`, then `c = n`, so `j = n`, and at most `K * B + s - b <= K * B` are left.
+
+That is the claim for `n + 1`. For `j = n - K` nothing is left: no group expires.
+
+No deadlock: let all outstanding groups be finished and seen. If there are `B` or more, the `B`
+oldest may be taken, since by the claim `F(j, n) - B <= (j + K - n) * B` are left. If there are
+fewer and their tokens reach the budget, all of them may, once a group has started under `n`, which
+needs no tokens to spare. If they do not, fewer than `U` tokens and `B` groups are outstanding, so
+another may start, provided `K * B + s >= B`: with a token budget `K` must be 1 or more. (At `K = 0`
+a step has to train whatever was started before it commits, so it cannot end early.)
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import nsmallest
+from math import ceil
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Staleness bound `K` (0 is synchronous training) and batch size `B` in groups."""
+    """Staleness bound `K` (0 is synchronous training), batch size `B` in groups, and the budget of
+    generated tokens that ends a batch earlier, if there is one."""
 
     max_staleness: int
     groups_per_step: int
+    tokens_per_step: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0:
             raise ValueError(f"max_staleness is {self.max_staleness}, must be 0 or more")
         if self.groups_per_step < 1:
             raise ValueError(f"groups_per_step is {self.groups_per_step}, must be 1 or more")
+        if self.tokens_per_step is not None:
+            if self.tokens_per_step < 1:
+                raise ValueError(f"tokens_per_step is {self.tokens_per_step}, must be 1 or more")
+            if self.max_staleness < 1:
+                raise ValueError(f"max_staleness is {self.max_staleness}, must be 1 or more")
+
+    @property
+    def fewest(self) -> int:
+        """Groups that a step takes at least."""
+        return self.groups_per_step if self.tokens_per_step is None else 1
 
     @property
     def capacity(self) -> int:
         """Groups that may be outstanding at once."""
-        return (self.max_staleness + 1) * self.groups_per_step
+        return self.max_staleness * self.groups_per_step + self.fewest
 
-    def admissible(self, outstanding: int, steps_left: int) -> int:
+    def admissible(
+        self,
+        outstanding: int,
+        steps_left: int,
+        expected_tokens: float = 0.0,
+        tokens_per_group: float = 0.0,
+        *,
+        opened: bool = True,
+    ) -> int:
         """How many new groups may start now: as many as the window admits, and no more than the
-        steps that are left will train."""
-        return max(0, min(self.capacity, steps_left * self.groups_per_step) - outstanding)
+        steps that are left will train.
+
+        With a token budget, `expected_tokens` are those of the outstanding groups and
+        `tokens_per_group` those of a new one; 0 where nothing is known about lengths yet. `opened`
+        says whether a group has started under the newest version.
+        """
+        groups = min(self.capacity, steps_left * self.groups_per_step) - outstanding
+        if self.tokens_per_step is not None and tokens_per_group > 0:
+            budget = min(self.max_staleness + 1, steps_left) * self.tokens_per_step
+            room = ceil((budget - expected_tokens) / tokens_per_group)
+            groups = min(groups, room if opened else max(room, 1))
+        return max(0, groups)
 
     def admits(self, outstanding: int) -> bool:
         """Whether a group may start; `outstanding` includes a batch that is being trained."""
@@ -66,6 +123,8 @@ class Candidate:
     version: int
     ordinal: int
     group_id: str
+    tokens: int = 0
+    """Generated tokens of all its samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +135,8 @@ class Blocked:
     version: int | None
 
 
-def _position(candidate: Candidate) -> tuple[int, int]:
+def position(candidate: Candidate) -> tuple[int, int]:
+    """Oldest version first, then ordinal."""
     return candidate.version, candidate.ordinal
 
 
@@ -85,18 +145,44 @@ def pick_batch(
     newest: int,
     finished: Iterable[Candidate],
     outstanding: Mapping[int, int],
+    known_to: int | None = None,
 ) -> tuple[Candidate, ...] | Blocked:
-    """The batch to train at `newest`: `B` finished groups, oldest version first, then ordinal.
+    """The batch to train at `newest`, oldest version first, then ordinal.
 
     `outstanding` counts, by version, all groups started and not committed, the finished ones
-    included; groups that the same ledger entry sets aside must be left out of both arguments.
+    included; groups that the same ledger entry sets aside must be left out of both arguments. No
+    admission under a version before `known_to` can still come; None: all admissions are known.
     Oldest first leaves the fewest groups behind at every version at once, so if this batch is not
-    allowed, none is. ValueError if a candidate is newer than `newest` or not outstanding: then the
-    caller's view contradicts itself.
+    allowed, no other of its size is. ValueError if a candidate is newer than `newest` or not
+    outstanding: then the caller's view contradicts itself.
     """
+    pool = sorted(finished, key=position)
+    expired = check_view(window, newest, pool, outstanding)
+    if expired is not None:
+        return expired
     size = window.groups_per_step
-    pool = list(finished)
+    first = enough(window, pool)
+    if first is None:
+        return lacking(window, pool)
+    if first < size and known_to is not None and known_to < newest:
+        return unsure(newest)
+    most = min(size, len(pool))
+    left: Blocked | None = None
+    for count in range(first, most + 1):
+        left = too_many_left(window, newest, outstanding, pool[:count])
+        if left is None:
+            return tuple(pool[:count])
+    assert left is not None
+    return left
+
+
+def check_view(
+    window: Window, newest: int, pool: Sequence[Candidate], outstanding: Mapping[int, int]
+) -> Blocked | None:
+    """ValueError if the view contradicts itself; Blocked if a group has outlived the window."""
+    finished: dict[int, int] = {}
     for candidate in pool:
+        finished[candidate.version] = finished.get(candidate.version, 0) + 1
         if candidate.version > newest:
             raise ValueError(
                 f"group {candidate.group_id} is of version {candidate.version}, "
@@ -111,27 +197,64 @@ def pick_batch(
                 "the log breaks the admission rule",
                 version,
             )
-    if len(pool) < size:
-        return Blocked(f"{len(pool)} of {size} groups finished", None)
-    batch = tuple(nsmallest(size, pool, key=_position))
-    taken: dict[int, int] = {}
-    for candidate in batch:
-        taken[candidate.version] = taken.get(candidate.version, 0) + 1
-    for version, count in taken.items():
+    for version, count in finished.items():
         if count > outstanding.get(version, 0):
             raise ValueError(
                 f"{count} finished groups of version {version}, "
                 f"but only {outstanding.get(version, 0)} are outstanding"
             )
+    return None
+
+
+def enough(window: Window, pool: Sequence[Candidate]) -> int | None:
+    """How many of the first in `pool` a step takes at least; None if they are too few."""
+    tokens = 0
+    for count, candidate in enumerate(pool, 1):
+        tokens += candidate.tokens
+        reached = window.tokens_per_step is not None and tokens >= window.tokens_per_step
+        if reached or count == window.groups_per_step:
+            return count
+    return None
+
+
+def lacking(window: Window, pool: Sequence[Candidate]) -> Blocked:
+    """Too few groups have finished."""
+    count, size, budget = len(pool), window.groups_per_step, window.tokens_per_step
+    if budget is None:
+        return Blocked(f"{count} of {size} groups finished", None)
+    tokens = sum(candidate.tokens for candidate in pool)
+    return Blocked(
+        f"{count} of at most {size} groups finished, with {tokens} of {budget} tokens", None
+    )
+
+
+def unsure(newest: int) -> Blocked:
+    """A step that ends early must know of all groups of older versions."""
+    return Blocked(
+        "the budget of tokens is reached; waiting for the coordinator to start a group under "
+        f"version {newest}, so that all older ones are known",
+        None,
+    )
+
+
+def too_many_left(
+    window: Window, newest: int, outstanding: Mapping[int, int], batch: Iterable[Candidate]
+) -> Blocked | None:
+    """What forbids this batch at `newest`, of the newest version where that is so; None if it is
+    allowed."""
+    taken: dict[int, int] = {}
+    for candidate in batch:
+        taken[candidate.version] = taken.get(candidate.version, 0) + 1
     left = 0
+    blocked: Blocked | None = None
     # Versions without groups cannot break the rule: the limit grows there, the count does not.
     for version in sorted(outstanding):
         left += outstanding[version] - taken.get(version, 0)
         fits = window.limit(version, newest)
         if left > fits and version <= newest:
-            return Blocked(
+            blocked = Blocked(
                 f"version {version} and older would keep {left} groups outstanding, {fits} fit: "
                 "waiting for its older groups to finish",
                 version,
             )
-    return batch
+    return blocked

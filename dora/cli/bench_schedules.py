@@ -1,0 +1,271 @@
+"""`dora bench schedules`: schedules against one another on emulated devices, over real Kafka."""
+
+import json
+import shutil
+import time
+import uuid
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dora.cli.bench_plots import check_plot, plot_schedules
+from dora.cli.bench_workload import (
+    CHUNK_TOKENS,
+    Plan,
+    Workload,
+    config_workload,
+    load_source,
+    plans,
+    preset_workload,
+    run_source,
+)
+from dora.cli.options import cluster_options
+from dora.config_file import KafkaOverrides
+from dora.consumers.schedule_comparison import RunResult, Timeline, compare, limits, timeline
+from dora.core.cluster_presets import PRESETS, RIVALS
+from dora.errors import UsageError
+
+_READ_SECONDS = 1800.0
+_TIME_SCALE = 0.025
+"""40 emulated seconds pass in one second here."""
+
+
+@click.command()
+@click.argument(
+    "config_path",
+    metavar="[CONFIG]",
+    required=False,
+    type=click.Path(path_type=Path, dir_okay=False),
+)
+@click.option("--preset", metavar="NAME", help=f"Instead of CONFIG: {', '.join(PRESETS)}.")
+@click.option(
+    "--schedules",
+    "names",
+    default=",".join(RIVALS),
+    show_default=True,
+    metavar="NAMES",
+    help="sync, one-step-off, partial[:K] and dora:K, separated by commas.",
+)
+@click.option("--steps", type=click.IntRange(min=1), default=6, show_default=True)
+@click.option(
+    "--warmup", type=click.IntRange(min=0), default=4, show_default=True,
+    help="Steps before those that are measured.",
+)  # fmt: skip
+@click.option("--repeats", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option(
+    "--time-scale",
+    type=click.FloatRange(min=0, min_open=True),
+    help=f"Seconds here per emulated second. [default: {_TIME_SCALE}, or CONFIG's]",
+)
+@click.option(
+    "--split", default="auto", show_default=True, metavar="auto|R",
+    help="Devices that generate where rollout and training have devices of their own.",
+)  # fmt: skip
+@click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="As in `dora run`.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.png")
+@click.option(
+    "--directory", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+    default=Path("runs/bench"), show_default=True, help="For configurations, logs and weights.",
+)  # fmt: skip
+@click.option("--keep", is_flag=True, help="Keep topics and files of finished runs.")
+@click.option("--no-chunks", is_flag=True, help="Leave token chunks out of the audits: faster.")
+@cluster_options
+def schedules(
+    config_path: Path | None,
+    preset: str | None,
+    names: str,
+    steps: int,
+    warmup: int,
+    repeats: int,
+    time_scale: float | None,
+    split: str,
+    sets: tuple[str, ...],
+    json_path: Path | None,
+    plot: Path | None,
+    directory: Path,
+    keep: bool,
+    no_chunks: bool,
+    overrides: KafkaOverrides,
+    broker_directory: Path,
+) -> None:
+    """Run schedules in turn on one workload and compare them.
+
+    The workload is a --preset or a CONFIG with emulated engine and trainer, whose workers are all
+    devices. Coordinator, trainer, workers and Kafka are the real ones; only the devices are
+    emulated. Each run is measured from its log and audited. docs/performance.md defines the
+    figures.
+    """
+    if (config_path is None) == (preset is None):
+        raise UsageError(
+            "name either a CONFIG or a --preset", hint=f"Presets: {', '.join(PRESETS)}"
+        )
+    check_plot(plot)
+    if json_path is not None and not json_path.absolute().parent.is_dir():
+        raise UsageError(f"--json {json_path}: there is no such directory")
+    if preset is not None:
+        workload = preset_workload(
+            preset, sets, directory=directory, time_scale=time_scale or _TIME_SCALE
+        )
+    else:
+        assert config_path is not None
+        workload = config_workload(config_path, sets, overrides, time_scale)
+    chosen = plans(workload, [n.strip() for n in names.split(",")], split, warmup + steps)
+    bench = ScheduleBench(
+        workload, chosen, warmup, steps, directory, overrides, broker_directory,
+        keep=keep, chunks=not no_chunks,
+    )  # fmt: skip
+    bench.check()
+    for repeat in range(repeats):
+        # Every other time backwards, so that a machine that grows slower hurts all alike.
+        for plan in chosen if repeat % 2 == 0 else chosen[::-1]:
+            bench.run(plan, repeat)
+            if json_path is not None:
+                json_path.write_text(json.dumps(bench.report(), indent=2) + "\n", encoding="utf-8")
+    summaries = compare(bench.results)
+    ordered = {p.variant.name: summaries[p.variant.name] for p in chosen}
+    show(ordered, Console(highlight=False))
+    for sentence in limits(bench.results):
+        click.echo(f"warning: {sentence}: the figures are too low", err=True)
+    if plot is not None:
+        title = f"{workload.preset.name}: {workload.preset.devices} devices, over Apache Kafka"
+        plot_schedules(plot, title, ordered, [bench.timelines[name] for name in ordered])
+
+
+@dataclass(slots=True)
+class ScheduleBench:
+    """Carries out runs and keeps their results."""
+
+    workload: Workload
+    plans: list[Plan]
+    warmup: int
+    steps: int
+    directory: Path
+    overrides: KafkaOverrides
+    broker_directory: Path
+    keep: bool
+    chunks: bool
+    results: list[RunResult] = field(default_factory=list)
+    timelines: dict[str, Timeline] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Load the configuration of every plan; ConfigError if one is impossible."""
+        for plan in self.plans:
+            source = run_source(
+                self.workload, plan, "bench", self.directory / "runs", self.broker_directory
+            )
+            load_source(source, self.overrides)
+
+    def run(self, plan: Plan, repeat: int) -> None:
+        """Run one schedule, measure and audit it, and remove what it left."""
+        from dora.bus.settings import cluster_settings
+        from dora.bus.topics import TopicAdmin
+        from dora.cli.bench_run import find_cluster, run_steps
+        from dora.consumers.audit import audit_run
+        from dora.consumers.schedule_log import read_schedule_log
+        from dora.consumers.schedule_measures import measure
+
+        schedule = plan.variant.name
+        name = f"bench-{schedule.replace(':', '-')}-{uuid.uuid4().hex[:8]}"
+        runs = self.directory / "runs"
+        seeded = (f"run.seed={repeat}",)
+        source = run_source(self.workload, plan, name, runs, self.broker_directory)
+        source = type(source)(source.path, source.sets + seeded, source.broker_directory)
+
+        def say(text: str) -> None:
+            click.echo(f"{schedule}, repeat {repeat + 1}: {text}", err=True)
+
+        config = load_source(source, self.overrides)
+        config = find_cluster(config, self.broker_directory, say)
+        settings = cluster_settings(config.kafka)
+        began = time.monotonic()
+        say(f"{config.rollout.workers} devices generate; {self.warmup} steps of warm-up")
+        followed = run_steps(
+            config, source, settings, warmup=self.warmup, steps=self.steps, say=say
+        )
+        log = read_schedule_log(settings, name, _READ_SECONDS)
+        measures = measure(log, self.warmup, self.steps, plan.emulation)
+        audit = audit_run(settings, name, chunks=self.chunks, deadline=_READ_SECONDS)
+        broken = dict(audit.violations)
+        mixed = broken.pop("mixed_version") if plan.variant.kind == "partial" else 0
+        scale = self.workload.time_scale
+        ideal = self.workload.preset.ideal_seconds(measures.tokens)
+        ideal += self.workload.training_seconds_per_token * measures.tokens
+        result = RunResult(
+            schedule, repeat, plan.rollout, measures, ideal, followed.processor_share,
+            sum(broken.values()), mixed,
+        )  # fmt: skip
+        self.results.append(result)
+        self.timelines[schedule] = timeline(log, schedule, self.warmup, self.steps, scale)
+        for finding in audit.findings:
+            if plan.variant.kind != "partial" or finding.kind != "mixed_version":
+                say(f"audit: {finding.sentence}")
+        if not self.keep:
+            with TopicAdmin(settings) as admin:
+                admin.delete(name)
+            shutil.rmtree(config.run_directory)
+        say(
+            f"{measures.step_seconds:.0f} s a step, {result.ideal_share:.3f} of the ideal "
+            f"({time.monotonic() - began:.0f} s)"
+        )
+
+    def report(self) -> dict[str, Any]:
+        """The JSON object: workload, a figure of each name by schedule, runs and timelines."""
+        preset = self.workload.preset
+        return {
+            "workload": asdict(preset),
+            "time_scale": self.workload.time_scale,
+            "warmup": self.warmup,
+            "steps": self.steps,
+            "chunk_tokens": CHUNK_TOKENS,
+            "schedules": compare(self.results),
+            "limits": limits(self.results),
+            "runs": [
+                asdict(result) | {"ideal_share": result.ideal_share} for result in self.results
+            ],
+            "timelines": {name: asdict(each) for name, each in self.timelines.items()},
+        }
+
+
+def show(summaries: dict[str, dict[str, Any]], console: Console) -> None:
+    """Print the table."""
+    table = Table(title="schedules: mean (smallest-largest over repeats)", title_justify="left")
+    heads = (
+        "schedule", "R", "step s", "of ideal", "x sync", "trainer idle", "rollout only",
+        "staleness mean/max", "moves/step", "overhead", "violations",
+    )  # fmt: skip
+    for head in heads:
+        table.add_column(head, justify="left" if head == "schedule" else "right")
+    for name, summary in summaries.items():
+        violations = Text(str(summary["violations"]))
+        violations.stylize("bold red" if summary["violations"] else "green")
+        if summary["mixed_version"]:
+            violations.append(f" + {summary['mixed_version']} mixed by design", style="yellow")
+        table.add_row(
+            name,
+            str(summary["rollout_devices"]),
+            spread(summary, "step_seconds", "{:.0f}"),
+            spread(summary, "ideal_share", "{:.3f}"),
+            spread(summary, "ratio_to_sync", "{:.2f}"),
+            spread(summary, "trainer_idle_share", "{:.2f}"),
+            spread(summary, "rollout_only_share", "{:.2f}"),
+            f"{summary['staleness_mean']:.2f} / {summary['staleness_max']}",
+            spread(summary, "migrations", "{:.1f}"),
+            f"{summary['overhead_share']:.2%}",
+            violations,
+        )
+    console.print(table)
+
+
+def spread(summary: dict[str, Any], name: str, form: str) -> str:
+    """A mean with its range, if there is one."""
+    if summary[name] is None:
+        return "-"
+    low, high = (form.format(value) for value in summary["spread"][name])
+    text = form.format(summary[name])
+    return text if low == high else f"{text} ({low}-{high})"

@@ -223,7 +223,7 @@ class Coordination:
         decided = Plan()
         if not stops:
             steps_left = self.rules.steps - self.state.newest
-            admissible = self.rules.window.admissible(self.state.outstanding_total, steps_left)
+            admissible = self.state.admissible(steps_left)
             if complete or evaluations or self.scans:
                 admissible = 0  # what is about to be placed comes first
             decided = plan(

@@ -240,21 +240,20 @@ def unsure(newest: int) -> Blocked:
 def too_many_left(
     window: Window, newest: int, outstanding: Mapping[int, int], batch: Iterable[Candidate]
 ) -> Blocked | None:
-    """What forbids this batch at `newest`, of the newest version where that is so; None if it is
+    """What forbids this batch at `newest`, of the oldest version where that is so; None if it is
     allowed."""
     taken: dict[int, int] = {}
     for candidate in batch:
         taken[candidate.version] = taken.get(candidate.version, 0) + 1
     left = 0
-    blocked: Blocked | None = None
     # Versions without groups cannot break the rule: the limit grows there, the count does not.
     for version in sorted(outstanding):
         left += outstanding[version] - taken.get(version, 0)
         fits = window.limit(version, newest)
         if left > fits and version <= newest:
-            blocked = Blocked(
+            return Blocked(
                 f"version {version} and older would keep {left} groups outstanding, {fits} fit: "
                 "waiting for its older groups to finish",
                 version,
             )
-    return blocked
+    return None

@@ -49,7 +49,7 @@ def rules_of(config: Config) -> Rules:
     """What of `config` the coordination decides by."""
     window, rollout = config.window, config.rollout
     return Rules(
-        window=Window(window.max_staleness, window.groups_per_step),
+        window=Window(window.max_staleness, window.groups_per_step, window.tokens_per_step),
         group_size=window.group_size,
         steps=config.trainer.steps,
         success_threshold=config.task.success_threshold,

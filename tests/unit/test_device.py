@@ -84,7 +84,10 @@ class Loop:
                 if entry[0] == name:
                     queue.remove(entry)
                     if not self.running:
-                        self.active = False  # what is left of the iteration passes all the same
+                        # What is left of the iteration, and a load after it, pass all the same.
+                        self.active = False
+                        self.boundary += self.stall
+                        self.stall = 0.0
                     return entry[2]
         raise KeyError(name)
 

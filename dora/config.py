@@ -145,7 +145,9 @@ class WindowSection(Section):
     """G: trajectories of one prompt, compared with one another."""
     tokens_per_step: Positive | None = None
     """Budget of generated tokens of one training step: it takes groups until the budget is
-    reached, and at most groups_per_step. Without it each step takes groups_per_step."""
+    reached, and at most groups_per_step; needs max_staleness of at least 1. With it at most
+    max_staleness * groups_per_step + 1 groups are in flight, so choose groups_per_step about twice
+    as large as what usually makes the budget. Without it each step takes groups_per_step."""
 
     @property
     def ring(self) -> int:
@@ -275,6 +277,11 @@ class Config(Section):
             raise ValueError(
                 f"window.groups_per_step ({self.window.groups_per_step}) must be divisible by "
                 f"trainer.updates_per_step ({self.trainer.updates_per_step})"
+            )
+        if self.window.tokens_per_step is not None and self.window.max_staleness == 0:
+            raise ValueError(
+                "window.tokens_per_step needs window.max_staleness of at least 1: without "
+                "staleness a step has to train every group that was started, whatever its tokens"
             )
         if self.window.group_size == 1 and self.trainer.loss.drop_no_signal:
             raise ValueError(

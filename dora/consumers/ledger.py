@@ -118,7 +118,8 @@ def _remember(history: History, step: Step, available: Collection[str]) -> None:
 
 def new_state(config: Config) -> RunState:
     """The fold of a run's log, before its first record."""
-    window = Window(config.window.max_staleness, config.window.groups_per_step)
+    sizes = config.window
+    window = Window(sizes.max_staleness, sizes.groups_per_step, sizes.tokens_per_step)
     return RunState(window, config.window.group_size, config.task.success_threshold)
 
 

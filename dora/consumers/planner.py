@@ -106,7 +106,7 @@ class Planner:
         candidates = [
             group.candidate for group in state.complete_groups() if group.group_id in self._ready
         ]
-        picked = pick_batch(state.window, state.newest, candidates, outstanding)
+        picked = pick_batch(state.window, state.newest, candidates, outstanding, state.known_to)
         aside = tuple(sorted(self._set_aside.values(), key=lambda ref: (ref.version, ref.ordinal)))
         if isinstance(picked, Blocked):
             return Decision((), aside, picked)

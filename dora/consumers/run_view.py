@@ -208,7 +208,13 @@ class RunView:
         threshold = identity.get("task", {}).get("success_threshold", 1.0)
         self.started = record
         self.state = RunState(
-            Window(record.max_staleness, record.groups_per_step), record.group_size, threshold
+            Window(
+                record.max_staleness,
+                record.groups_per_step,
+                identity.get("window", {}).get("tokens_per_step"),
+            ),
+            record.group_size,
+            threshold,
         )
         self.state.start()
         self._seen(record.created_ms)

@@ -12,7 +12,7 @@ from dora.consumers.process_view import ProcessView
 from dora.core.groups import Group
 from dora.core.ring import trajectory_id
 from dora.core.state import RunState
-from dora.core.window import Blocked, pick_batch
+from dora.core.window import Blocked, enough, pick_batch
 from dora.schemas.records import Chunk, Command
 
 SHOWN = 5
@@ -129,6 +129,7 @@ def blocking(state: RunState, *, trained: bool = False) -> list[tuple[Group, int
             state.newest,
             [group.candidate for group in state.complete_groups()],
             state.outstanding,
+            state.known_to,
         )
     except ValueError:
         return unfinished  # a log that contradicts itself is the audit's to explain
@@ -177,15 +178,16 @@ def explain(
 
 def starved(state: RunState, processes: Collection[ProcessView]) -> str | None:
     """Why no group is at work although the next batch lacks some; None where that is not so."""
-    short = state.window.groups_per_step - len(state.complete_groups())
-    if state.newest < 0 or state.unfinished() or short <= 0:
+    pool = [group.candidate for group in state.complete_groups()]
+    if state.newest < 0 or state.unfinished() or enough(state.window, pool) is not None:
         return None
+    short = state.window.groups_per_step - len(pool)
+    more = f"{short} more {'group' if short == 1 else 'groups'}"
+    if state.window.tokens_per_step is not None:
+        more = "more groups"
     hosts = [p.process for p in processes if _hosts(p, state.newest)]
     why = f"{', '.join(hosts)} could take them" if hosts else _no_host(state.newest, processes)
-    return (
-        f"version {state.newest} waits for the coordinator to start {short} more "
-        f"{'group' if short == 1 else 'groups'}: {why}"
-    )
+    return f"version {state.newest} waits for the coordinator to start {more}: {why}"
 
 
 def _taking_up(last: Sent | None, named: Mapping[str, ProcessView]) -> tuple[str, int] | None:

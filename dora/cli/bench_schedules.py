@@ -4,7 +4,7 @@ import json
 import shutil
 import time
 import uuid
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,10 @@ _TIME_SCALE = 0.025
     metavar="NAMES",
     help="sync, one-step-off, partial[:K] and dora:K, separated by commas.",
 )
-@click.option("--steps", type=click.IntRange(min=1), default=6, show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option(
-    "--warmup", type=click.IntRange(min=0), default=4, show_default=True,
-    help="Steps before those that are measured.",
+    "--warmup", type=click.IntRange(min=0), metavar="STEPS",
+    help="Steps before those that are measured. [default: 1 for sync, K + 2 for others]",
 )  # fmt: skip
 @click.option("--repeats", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option(
@@ -81,7 +81,7 @@ def schedules(
     preset: str | None,
     names: str,
     steps: int,
-    warmup: int,
+    warmup: int | None,
     repeats: int,
     time_scale: float | None,
     split: str,
@@ -110,14 +110,14 @@ def schedules(
         raise UsageError(f"--json {json_path}: there is no such directory")
     if preset is not None:
         workload = preset_workload(
-            preset, sets, directory=directory, time_scale=time_scale or _TIME_SCALE
+            preset, sets, overrides, directory=directory, time_scale=time_scale or _TIME_SCALE
         )
     else:
         assert config_path is not None
         workload = config_workload(config_path, sets, overrides, time_scale)
-    chosen = plans(workload, [n.strip() for n in names.split(",")], split, warmup + steps)
+    chosen = plans(workload, [n.strip() for n in names.split(",")], split, warmup, steps)
     bench = ScheduleBench(
-        workload, chosen, warmup, steps, directory, overrides, broker_directory,
+        workload, chosen, steps, directory, overrides, broker_directory,
         keep=keep, chunks=not no_chunks,
     )  # fmt: skip
     bench.check()
@@ -143,7 +143,6 @@ class ScheduleBench:
 
     workload: Workload
     plans: list[Plan]
-    warmup: int
     steps: int
     directory: Path
     overrides: KafkaOverrides
@@ -173,9 +172,8 @@ class ScheduleBench:
         schedule = plan.variant.name
         name = f"bench-{schedule.replace(':', '-')}-{uuid.uuid4().hex[:8]}"
         runs = self.directory / "runs"
-        seeded = (f"run.seed={repeat}",)
         source = run_source(self.workload, plan, name, runs, self.broker_directory)
-        source = type(source)(source.path, source.sets + seeded, source.broker_directory)
+        source = replace(source, sets=(*source.sets, f"run.seed={repeat}"))
 
         def say(text: str) -> None:
             click.echo(f"{schedule}, repeat {repeat + 1}: {text}", err=True)
@@ -184,12 +182,12 @@ class ScheduleBench:
         config = find_cluster(config, self.broker_directory, say)
         settings = cluster_settings(config.kafka)
         began = time.monotonic()
-        say(f"{config.rollout.workers} devices generate; {self.warmup} steps of warm-up")
+        say(f"{config.rollout.workers} devices generate; {plan.warmup} steps of warm-up")
         followed = run_steps(
-            config, source, settings, warmup=self.warmup, steps=self.steps, say=say
+            config, source, settings, warmup=plan.warmup, steps=self.steps, say=say
         )
         log = read_schedule_log(settings, name, _READ_SECONDS)
-        measures = measure(log, self.warmup, self.steps, plan.emulation)
+        measures = measure(log, plan.warmup, self.steps, plan.emulation)
         audit = audit_run(settings, name, chunks=self.chunks, deadline=_READ_SECONDS)
         broken = dict(audit.violations)
         mixed = broken.pop("mixed_version") if plan.variant.kind == "partial" else 0
@@ -201,7 +199,7 @@ class ScheduleBench:
             sum(broken.values()), mixed,
         )  # fmt: skip
         self.results.append(result)
-        self.timelines[schedule] = timeline(log, schedule, self.warmup, self.steps, scale)
+        self.timelines[schedule] = timeline(log, schedule, plan.warmup, self.steps, scale)
         for finding in audit.findings:
             if plan.variant.kind != "partial" or finding.kind != "mixed_version":
                 say(f"audit: {finding.sentence}")
@@ -220,7 +218,7 @@ class ScheduleBench:
         return {
             "workload": asdict(preset),
             "time_scale": self.workload.time_scale,
-            "warmup": self.warmup,
+            "warmup": {plan.variant.name: plan.warmup for plan in self.plans},
             "steps": self.steps,
             "chunk_tokens": CHUNK_TOKENS,
             "schedules": compare(self.results),

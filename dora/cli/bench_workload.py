@@ -8,7 +8,7 @@ configuration is loaded, and refused if it is impossible, before the first run s
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dora.cli.options import ConfigSource
@@ -31,7 +31,6 @@ PRESET_TEXT = """\
 [run]
 name = "bench"
 directory = {runs}
-seed = {seed}
 
 [policy]
 model = {model}
@@ -94,19 +93,27 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A schedule on a workload: `rollout` of the devices generate."""
+    """A schedule on a workload: `rollout` of the devices generate, and the steps after the first
+    `warmup` are measured."""
 
     variant: ScheduleVariant
     rollout: int
+    warmup: int
     sets: tuple[str, ...]
     emulation: Emulation
 
 
 def preset_workload(
-    name: str, sets: Sequence[str], *, directory: Path, time_scale: float, seed: int = 0
+    name: str,
+    sets: Sequence[str],
+    kafka: KafkaOverrides,
+    *,
+    directory: Path,
+    time_scale: float,
 ) -> Workload:
     """The workload of a preset, its configuration written into `directory`; UsageError if there is
-    no such preset."""
+    no such preset. With `sets` that change the devices or their work, the best known splits are
+    not those of the preset any more."""
     try:
         preset = preset_named(name)
     except ValueError as error:
@@ -121,7 +128,6 @@ def preset_workload(
             kv_cache="" if cache is None else f"kv_cache_tokens = {cache}\n",
             runs=json.dumps(str(directory.absolute() / "runs")),
             model=json.dumps(str(emulated_model(directory).absolute())),
-            seed=seed,
             workers_per_process=min(preset.devices, _WORKERS_PER_PROCESS),
             chunk_tokens=CHUNK_TOKENS,
             heartbeat_timeout=_LONGEST_HEARTBEAT,
@@ -129,7 +135,10 @@ def preset_workload(
         ),
         encoding="utf-8",
     )
-    return Workload(preset, path, tuple(sets), time_scale)
+    workload = config_workload(path, sets, kafka, time_scale)
+    named = replace(workload.preset, name=name, description=preset.description)
+    known = replace(named, splits=preset.splits)
+    return replace(workload, preset=known if known == preset else named)
 
 
 def config_workload(
@@ -150,6 +159,7 @@ def config_workload(
             f"{path}: rollout.emulated.time_scale = 0 waits for nothing, so nothing is measured",
             hint="Give --time-scale.",
         )
+    synthetic = config.task.kind == "synthetic"
     preset = Preset(
         name=config.run.name,
         description=str(path),
@@ -158,7 +168,9 @@ def config_workload(
         groups_per_step=config.window.groups_per_step,
         group_size=config.window.group_size,
         slots=rollout.capacity,
-        prompt_tokens=config.task.max_prompt_tokens,
+        prompt_tokens=(
+            config.task.synthetic_prompt_tokens if synthetic else config.task.max_prompt_tokens
+        ),
         max_new_tokens=rollout.max_new_tokens,
         length_mean=device.length_mean,
         length_sigma=device.length_sigma if device.length == "lognormal" else 0.0,
@@ -175,11 +187,15 @@ def config_workload(
     return Workload(preset, path, tuple(sets), scale, trainer.emulated.seconds_per_token)
 
 
-def plans(workload: Workload, schedules: Sequence[str], split: str, last_step: int) -> list[Plan]:
-    """A plan for each schedule, for runs that are measured up to `last_step`.
+def plans(
+    workload: Workload, schedules: Sequence[str], split: str, warmup: int | None, steps: int
+) -> list[Plan]:
+    """A plan for each schedule, for runs of which `steps` are measured.
 
     `split` is `auto`, the best known rollout share of each schedule, or a number of devices.
-    UsageError for what is no schedule and for splits that leave nothing to train or to generate on.
+    Without `warmup` each schedule gets the steps after which its window is full: one for `sync`,
+    K + 2 for the others. UsageError for what is no schedule and for splits that leave nothing to
+    train or to generate on.
     """
     found: list[Plan] = []
     for text in schedules:
@@ -189,11 +205,15 @@ def plans(workload: Workload, schedules: Sequence[str], split: str, last_step: i
             raise UsageError(str(error)) from None
         if any(plan.variant == variant for plan in found):
             raise UsageError(f"schedule {variant.name} is named twice")
-        found.append(_plan(workload, variant, split, last_step))
+        found.append(_plan(workload, variant, split, warmup, steps))
     return found
 
 
-def _plan(workload: Workload, variant: ScheduleVariant, split: str, last_step: int) -> Plan:
+def _plan(
+    workload: Workload, variant: ScheduleVariant, split: str, warmup: int | None, steps: int
+) -> Plan:
+    if warmup is None:
+        warmup = 1 if variant.kind == "sync" else variant.max_staleness + 2
     preset = workload.preset
     rollout = preset.devices if variant.colocated else _rollout(preset, variant, split)
     share = 1.0 if variant.colocated else preset.devices / (preset.devices - rollout)
@@ -201,7 +221,7 @@ def _plan(workload: Workload, variant: ScheduleVariant, split: str, last_step: i
     per_token = workload.training_seconds_per_token * share
     # Towards its end a run starts no group that would not be trained any more: what is measured
     # must lie before that.
-    last = last_step + variant.max_staleness
+    last = warmup + steps + variant.max_staleness
     sets = (
         *workload.sets,
         f"schedule.kind={variant.kind}",
@@ -220,7 +240,7 @@ def _plan(workload: Workload, variant: ScheduleVariant, split: str, last_step: i
         publish_seconds=preset.publish_seconds,
         load_seconds=preset.load_seconds,
     )
-    return Plan(variant, rollout, sets, emulation)
+    return Plan(variant, rollout, warmup, sets, emulation)
 
 
 def _rollout(preset: Preset, variant: ScheduleVariant, split: str) -> int:

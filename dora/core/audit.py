@@ -25,7 +25,7 @@ worker believed dead that was only slow), finished records of another version th
 groups outstanding within the window (the run may be alive), groups set aside, evaluation groups.
 """
 
-from dora.core import ring
+from dora.core import identity, ring
 from dora.core.audit_facts import Fate, GroupFacts, LogFacts, Versioned
 from dora.core.audit_report import AuditReport, Findings, Place
 from dora.core.audit_traces import Traces
@@ -107,6 +107,11 @@ class Audit:
         if self._facts.sequence:
             self._findings.add("torn_step", f"{place} starts the run after its first step", place)
         self._facts.started = started
+        if identity.schedule_of(started.identity) == "partial":
+            self._findings.note(
+                "the run has the schedule `partial`, which interrupts trajectories at each new "
+                "version by design: C1 (one version per trajectory) does not hold in it"
+            )
 
     def _policy(self, policy: Policy, place: Place) -> None:
         known = self._facts.policies.setdefault(policy.version, (policy.weights_checksum, place))
@@ -132,7 +137,10 @@ class Audit:
             )
         started = self._facts.started
         batch = started.groups_per_step if started else len(step.trained)
-        if len(step.trained) != (batch if step.kind == "step" else 0):
+        short = started is not None and identity.ends_early(started.identity)
+        most = batch if step.kind == "step" else 0
+        fewest = min(1, most) if short else most
+        if not fewest <= len(step.trained) <= most:
             torn.append(f"{number} ({step.kind}) trains {len(step.trained)} groups, B is {batch}")
         for sentence in torn:
             self._findings.add("torn_step", sentence, place, ids=(str(step.sequence),))

@@ -4,6 +4,7 @@ Invariant: a run's data all come from one identity (`Config.identity()`); a conf
 differs in any of it is another run and must not write to this one's topics.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,3 +24,22 @@ def _differences(prefix: str, recorded: Mapping[str, Any], given: Mapping[str, A
         elif left != right:
             found.append(f"{name}: recorded {left!r}, given {right!r}")
     return found
+
+
+def schedule_of(recorded: str) -> str:
+    """The schedule that a recorded identity (JSON) names; `dora` where it names none, or is not
+    readable."""
+    try:
+        section = json.loads(recorded).get("schedule", {})
+        return str(section.get("kind", "dora"))
+    except (ValueError, AttributeError):
+        return "dora"
+
+
+def ends_early(recorded: str) -> bool:
+    """Whether the run with this recorded identity (JSON) has a budget of tokens per step, so that a
+    step may train fewer groups than `groups_per_step`."""
+    try:
+        return json.loads(recorded).get("window", {}).get("tokens_per_step") is not None
+    except (ValueError, AttributeError):
+        return False

@@ -124,9 +124,10 @@ class Attempt:
         prefix is part of the first chunk."""
         chunks = []
         if self.resumed and not self.chunks and any(r.version != self.version for r in self.runs):
-            for run in list(self.runs):
+            for run in self.runs:
                 end = min(self.emitted + run.tokens, self.resumed)
-                chunks.append(self._chunk(end, run.version, now_ms, last=False))
+                if end > self.emitted:
+                    chunks.append(self._chunk(end, run.version, now_ms, last=False))
         return chunks
 
     def whole(self, now_ms: int) -> Chunk:

@@ -46,7 +46,6 @@ class AttemptWriter:
         acknowledged."""
         whole = attempt.whole(self._now_ms())
         self._writer.send(self._topics.handovers, whole, key=whole.trajectory_id, partition=0)
-        faults.point("worker.handover_sent")
 
     def trajectory(
         self,

@@ -6,21 +6,24 @@ transaction is in the log. Nothing is admitted beyond the window (C3), nothing t
 forgotten (C2), and every attempt at a trajectory is of its group's version (C1).
 
 Life of a started trajectory: `unplaced` (nobody generates it), held by a worker (`roster`), lost by
-it (`scans`: what it left in the chunk log is being read), `unplaced` again with that prefix, ...,
-finished. Times are seconds of the caller's monotonic clock.
+it (`scans`: what it left in the chunk log is being read) or handed over, `unplaced` again with that
+prefix, ..., finished. Times are seconds of the caller's monotonic clock.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
-from dora.core.placement import Admit, Plan, Unplaced, due_evaluations, plan
+from dora.core.decisions import Decision, Rules, Yield
+from dora.core.dispatching import Dispatch
+from dora.core.placement import Admit, Plan, Unplaced, due_evaluations
 from dora.core.prefixes import Prefix
 from dora.core.ring import eval_group_id, parse_trajectory_id, trajectory_id
 from dora.core.roster import GONE, Roster, parse_holding
 from dora.core.state import RunState, finished_facts
-from dora.core.window import Window
+from dora.core.waiting import Waiting
 from dora.schemas.records import (
     Admission,
+    Chunk,
     Command,
     Record,
     RunStarted,
@@ -29,64 +32,7 @@ from dora.schemas.records import (
     Trajectory,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What of a run's configuration a coordinator decides by; timeouts in seconds."""
-
-    window: Window
-    group_size: int
-    steps: int
-    success_threshold: float = 1.0
-    heartbeat_timeout: float = 30.0
-    load_timeout: float = 900.0
-    max_attempts: int = 5
-    evaluation_every: int = 0
-    evaluation_prompts: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Yield:
-    """Let a worker stop an attempt and hand it back."""
-
-    worker: Status
-    trajectory_id: str
-    attempt: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What is to be committed in one transaction; admissions come before what follows from them.
-
-    `moves` lets workers stop attempts and hand their tokens over, `pauses` suspends generation,
-    `stops` ends workers because the run is complete, `zombies` ends replaced incarnations,
-    `given_up` ends trajectories that no worker survives: their groups will be set aside. Plans name
-    workers; `addressees` are their newest statuses.
-    """
-
-    evaluations: tuple[Admit, ...] = ()
-    plan: Plan = field(default_factory=Plan)
-    yields: tuple[Yield, ...] = ()
-    moves: tuple[Yield, ...] = ()
-    pauses: tuple[Status, ...] = ()
-    stops: tuple[Status, ...] = ()
-    zombies: tuple[Status, ...] = ()
-    given_up: tuple[Unplaced, ...] = ()
-    last_yields: bool = False
-    addressees: Mapping[str, Status] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(
-            self.evaluations
-            or self.plan
-            or self.yields
-            or self.moves
-            or self.pauses
-            or self.stops
-            or self.zombies
-            or self.given_up
-        )
+__all__ = ["Coordination", "Decision", "Rules", "Yield"]
 
 
 class Coordination:
@@ -97,9 +43,11 @@ class Coordination:
         self.rules = rules
         self.state = RunState(rules.window, rules.group_size, rules.success_threshold)
         self.roster = Roster(
-            heartbeat_timeout=rules.heartbeat_timeout, load_timeout=rules.load_timeout
+            heartbeat_timeout=rules.heartbeat_timeout,
+            load_timeout=rules.load_timeout,
+            memory_threshold=rules.schedule.memory_threshold,
         )
-        self.unplaced: dict[str, Unplaced] = {}
+        self.unplaced = Waiting()
         """Started trajectories that nobody generates, by id."""
         self.scans: dict[str, Unplaced] = {}
         """Lost trajectories whose chunks are to be read; see `scanned`."""
@@ -114,6 +62,7 @@ class Coordination:
         self.takeovers = 0
         self.migrations = 0
         self.resumed_tokens = 0
+        self._dispatch = Dispatch(rules, self.state, self.roster, self.unplaced)
         self._incarnation = incarnation
         self._echo_at: float | None = None
         self._decided_at: float | None = None
@@ -133,10 +82,13 @@ class Coordination:
         """
         match record:
             case Trajectory():
-                facts = finished_facts(record, partition, offset)
-                self.roster.seen_attempt(record.trajectory_id, record.attempt)
-                if self.state.finish(facts) == "counted":
+                outcome = self.state.finish(finished_facts(record, partition, offset))
+                if outcome == "counted":
                     self._finished(record.trajectory_id)
+                elif outcome in ("unknown", "foreign"):
+                    self.roster.seen_attempt(record.trajectory_id, record.attempt)
+            case Chunk() if live:
+                self._handed_over(record)
             case Status(role="rollout"):
                 if not self.roster.hear(record, now, live=live) and live:
                     self._zombies[record.incarnation] = record
@@ -145,6 +97,8 @@ class Coordination:
                     self._echo_at = now
                 elif record.state not in GONE:
                     self.rival = record
+            case Status(role="trainer"):
+                self._dispatch.pauses.heard(record)
             case Admission():
                 # once live, admissions are this coordinator's own and known since their commit
                 if not live:
@@ -156,11 +110,7 @@ class Coordination:
             case RunStarted():
                 self.state.start()
             case Step():
-                self.state.commit(record)
-                for group in (*record.trained, *record.set_aside):
-                    for sample in range(self.rules.group_size):
-                        self._finished(trajectory_id(group.group_id, sample))
-                self._give_up_departed()
+                self._stepped(record)
             case _:
                 pass
 
@@ -187,7 +137,8 @@ class Coordination:
         work = self.scans.pop(identity, None)
         if work is None:
             return  # finished meanwhile
-        if work.attempt - prefix.barren_since >= self.rules.max_attempts:
+        tried = work.attempt - prefix.barren_since
+        if tried - self.roster.moved(identity, prefix.barren_since) >= self.rules.max_attempts:
             self.given_up[identity] = work
             return
         self.takeovers += 1
@@ -198,6 +149,34 @@ class Coordination:
             prefix_logprobs=prefix.logprobs,
             prefix_runs=prefix.runs,
         )
+
+    def _handed_over(self, chunk: Chunk) -> None:
+        """A worker that was told to move an attempt sent all that it has: no need to scan."""
+        identity, work = chunk.trajectory_id, self.scans.get(chunk.trajectory_id)
+        group = self.state.groups.get(chunk.group_id)
+        if group is None or chunk.position or chunk.policy_version != group.version:
+            return
+        if work is not None and work.attempt == chunk.attempt + 1:
+            del self.scans[identity]  # it came late
+        elif self.roster.handed_over(identity, chunk.attempt):
+            work = self._unheld(identity)
+        else:
+            return
+        if work is not None:
+            self.migrations += 1
+            self.unplaced[identity] = replace(
+                work, prefix_token_ids=chunk.token_ids, prefix_logprobs=chunk.logprobs
+            )
+
+    def _stepped(self, step: Step) -> None:
+        """Nothing of what a step took needs anybody any more."""
+        for ref in (*step.trained, *step.set_aside):
+            group = self.state.groups.get(ref.group_id)
+            samples = range(self.rules.group_size) if group is None else group.missing
+            for sample in samples:
+                self._finished(trajectory_id(ref.group_id, sample))
+        self.state.commit(step)
+        self._give_up_departed()
 
     def decide(self, now: float) -> Decision:
         """What is lost, what is due, who does it."""
@@ -221,28 +200,25 @@ class Coordination:
             stops = self._stops()
             self._end_alone(now)
         decided = Plan()
+        moves: list[Yield] = []
+        pauses: list[Status] = []
         if not stops:
-            steps_left = self.rules.steps - self.state.newest
-            admissible = self.state.admissible(steps_left)
-            if complete or evaluations or self.scans:
-                admissible = 0  # what is about to be placed comes first
-            decided = plan(
-                self.roster.views(),
-                list(self.unplaced.values()),
-                newest=self.state.newest,
-                admissible=admissible,
-                next_ordinal=self.state.next_ordinal,
-                group_size=self.rules.group_size,
-            )
+            # what is about to be placed comes before new groups
+            blocked = complete or bool(evaluations or self.scans)
+            decided, moves = self._dispatch.place(now, blocked=blocked)
+            if not complete:
+                decided, pauses = self._dispatch.pause(decided)
         return Decision(
             evaluations=evaluations,
             plan=decided,
             yields=tuple(yields),
+            moves=tuple(moves),
+            pauses=tuple(pauses),
             stops=stops,
             zombies=zombies,
             given_up=tuple(self.given_up.values()),
             last_yields=last_yields,
-            addressees={member.status.process: member.status for member in self.roster.members()},
+            addressees=self._dispatch.addressees(decided),
         )
 
     def _deaf(self, now: float) -> bool:
@@ -255,16 +231,22 @@ class Coordination:
 
     def committed(self, decision: Decision, records: Iterable[Record], now: float) -> None:
         """The transaction with the `records` made of `decision` is in the log."""
+        admitted: list[Admission] = []
         for record in records:
             if isinstance(record, Admission):
                 self.state.admit(record)
                 self.opened = max(self.opened, record.policy_version)
-                if record.purpose == "eval":
-                    self._release(trajectory_id(record.group_id, 0))
+                admitted.append(record)
             elif isinstance(record, Command):
                 self.roster.sent(record, now)
+                self._dispatch.pauses.sent(record, self.state.newest)
                 if record.kind == "start":
                     self.unplaced.pop(record.trajectory_id, None)
+        for admission in admitted:
+            for sample in range(admission.group_size):
+                identity = trajectory_id(admission.group_id, sample)
+                if self.roster.held(identity) is None:
+                    self._release(identity)
         for work in decision.given_up:
             self.given_up.pop(trajectory_id(work.group_id, work.sample), None)
         self._zombies.clear()
@@ -276,18 +258,24 @@ class Coordination:
     def _release(self, identity: str) -> None:
         """Puts a trajectory without a holder up for placement or, if it was begun before, for a
         scan of its chunks."""
-        group_id, sample = parse_trajectory_id(identity)
-        group = self.state.groups.get(group_id)
-        if group is None or sample in group.samples:
+        work = self._unheld(identity)
+        if work is None:
             return
-        if group.version < self.rules.window.oldest_live(self.state.newest):
-            return  # see `_give_up_departed`
-        attempt = self.roster.next_attempt(identity)
-        work = Unplaced(group_id, sample, group.version, group.ordinal, group.purpose, attempt)
-        if attempt == 0:
+        if work.attempt == 0:
             self.unplaced[identity] = work
         else:
             self.scans[identity] = work
+
+    def _unheld(self, identity: str) -> Unplaced | None:
+        """The next attempt at a trajectory; None if it needs none."""
+        group_id, sample = parse_trajectory_id(identity)
+        group = self.state.groups.get(group_id)
+        if group is None or sample in group.samples:
+            return None
+        if group.version < self.rules.window.oldest_live(self.state.newest):
+            return None  # see `_give_up_departed`
+        attempt = self.roster.next_attempt(identity)
+        return Unplaced(group_id, sample, group.version, group.ordinal, group.purpose, attempt)
 
     def _give_up_departed(self) -> None:
         """Evaluations of versions that left the window are given up: their slots are somebody
@@ -306,9 +294,11 @@ class Coordination:
     def _superseded(self) -> list[Yield]:
         """What a worker that was given up and speaks again still generates: others have it now."""
         yields = []
-        for member in self.roster.members():
-            for held in sorted(member.superseded):
+        for name in sorted(self.roster.disputed):
+            member = self.roster.member(name)
+            for held in sorted(member.superseded if member else ()):
                 identity, attempt = parse_holding(held)
+                assert member is not None
                 yields.append(Yield(member.status, identity, attempt, "another worker took over"))
         return yields
 

@@ -6,7 +6,7 @@ Which worker generates what is decided in `core.assignment`, what moves between 
 
 from dataclasses import dataclass
 
-from dora.schemas.records import Purpose
+from dora.schemas.records import Purpose, VersionRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class WorkerView:
 class Unplaced:
     """A started trajectory that no worker holds; `attempt` is the number of its next attempt.
 
-    That attempt goes on from the prefix, packed as in the records.
+    That attempt goes on from the prefix, packed as in the records; `prefix_runs` as in Command.
     """
 
     group_id: str
@@ -54,6 +54,7 @@ class Unplaced:
     attempt: int
     prefix_token_ids: bytes = b""
     prefix_logprobs: bytes = b""
+    prefix_runs: tuple[VersionRun, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,21 +2,27 @@
 
 Invariant: a trajectory has at most one holder, and a holder is one incarnation of a worker. A
 trajectory whose holder is gone (silent, replaced, failed, stopped, or alive and not knowing of it)
-comes back from `lost` exactly once, to be placed again as a new attempt.
+comes back from `lost` exactly once, to be placed again as a new attempt. One that its holder was
+told to hand over (`moving`) comes back from `handed_over`, or from `lost` if that takes too long.
 
 Time is passed in (seconds of a monotonic clock of the caller): the time stamps in records belong to
-other machines' clocks, which may jump.
+other machines' clocks, which may jump. No question is answered by a walk over all workers.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from dora.core.placement import WorkerView
+from dora.core.pool import Pool
+from dora.core.speeds import Speeds
 from dora.schemas.records import Command, ProcessState, Status
 
 USABLE: frozenset[ProcessState] = frozenset({"ready"})
 GONE: frozenset[ProcessState] = frozenset({"failed", "stopped"})
 PATIENT: frozenset[ProcessState] = frozenset({"starting", "loading"})
+RELIEVED = 0.05
+"""Memory counts as relieved this share of the cache below the threshold: nothing flickers."""
 
 
 def holding(trajectory_id: str, attempt: int) -> str:
@@ -34,47 +40,70 @@ def parse_holding(text: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """An attempt in the hands of a worker."""
+    """An attempt in the hands of a worker; `moving`: it was told to hand it over."""
 
     worker: str
     incarnation: str
     attempt: int
     sent_at: float
+    moving: bool = False
 
 
 @dataclass(slots=True)
 class Member:
-    """One incarnation of a worker as last heard; before `excused_at` silence does not count.
+    """One incarnation of a worker as last heard.
 
     `superseded` are attempts that it generates although others took them over (it was given up and
-    came back), `yielded` those of them that it was told to stop.
+    came back), `yielded` those of them that it was told to stop. `moving` are those of its `holds`
+    that it is to hand over; a worker that is to hand over all is `leaving` until it gets new work.
+    `named` is how its status should name its holds. `settled_at`: when it last got a version or
+    another's trajectory; `check_at`: when its silence is looked at.
     """
 
     status: Status
     heard_at: float
     confirmed: bool
-    excused_at: float = float("-inf")
     switching_to: int | None = None
     holds: set[str] = field(default_factory=set)
+    moving: set[str] = field(default_factory=set)
+    named: set[str] = field(default_factory=set)
     superseded: set[str] = field(default_factory=set)
     yielded: set[str] = field(default_factory=set)
+    leaving: bool = False
+    pressed: bool = False
+    settled_at: float = float("-inf")
+    check_at: float = float("inf")
 
 
 class Roster:
-    """Workers and holds.
+    """Workers and holds; `pool` indexes those that can generate, or are on their way to.
 
     `heartbeat_timeout` (seconds) is how long a worker may be silent; one that loads weights may be
-    silent for `load_timeout`.
+    silent for `load_timeout`. `memory_threshold` is the share of a worker's key-value cache from
+    which on it is `pressed`.
     """
 
-    def __init__(self, *, heartbeat_timeout: float, load_timeout: float) -> None:
+    def __init__(
+        self, *, heartbeat_timeout: float, load_timeout: float, memory_threshold: float = 1.0
+    ) -> None:
+        self.pool = Pool()
+        self.pressed: dict[str, None] = {}
+        """Workers whose memory runs high."""
+        self.disputed: dict[str, None] = {}
+        """Workers that generate what others took over."""
         self._heartbeat_timeout = heartbeat_timeout
         self._load_timeout = load_timeout
+        self._memory_threshold = memory_threshold
+        self._excused_at = float("-inf")
+        self._speeds = Speeds()
         self._members: dict[str, Member] = {}
         self._holds: dict[str, Hold] = {}
         self._attempts: dict[str, int] = {}
+        self._moved: dict[str, set[int]] = {}  # attempts that were told to move
         self._lost: list[str] = []
         self._replaced: set[str] = set()
+        self._silences: list[tuple[float, str]] = []  # when to look at a worker's silence
+        self._handovers: list[tuple[float, str, int]] = []  # when to look at a move
 
     def hear(self, status: Status, now: float, *, live: bool = True) -> bool:
         """Takes a worker's status; False if it comes from a replaced incarnation (a zombie).
@@ -84,41 +113,74 @@ class Roster:
         """
         if status.incarnation in self._replaced:
             return status.state in GONE
-        member = self._members.get(status.process)
+        name = status.process
+        member = self._members.get(name)
         if member is None or member.status.incarnation != status.incarnation:
             if member is not None:
                 self._replaced.add(member.status.incarnation)
                 self._release(member)
-            member = self._members[status.process] = Member(status, now, live)
+                self._speeds.forget(name)
+                self.disputed.pop(name, None)
+            member = self._members[name] = Member(status, now, live)
         switched = member.status.loading != -1 and status.loading == -1
+        if status.version != member.status.version:
+            member.settled_at = now
         member.status = status
         member.heard_at = now
         member.confirmed = member.confirmed or live
         if status.loading != -1:
             member.switching_to = status.loading
-        elif status.version == member.switching_to or switched:
+        elif switched or member.switching_to in (status.version, *status.versions):
             # done, or given up because the version had left the window
             member.switching_to = None
-        if live:
-            self._compare(member)
+        self._compare(member, live=live)
+        self._measure(member)
         if status.state in GONE:
             self._release(member)
+        self._watch(member)
+        self._changed(member)
         return True
 
-    def _compare(self, member: Member) -> None:
-        """Finds attempts in a worker's hands that are not its own any more."""
-        member.yielded.intersection_update(member.status.running)
+    def _compare(self, member: Member, *, live: bool) -> None:
+        """Finds attempts in a worker's hands that are not its own any more, and its own of which it
+        does not know."""
+        running = set(member.status.running)
+        for held in sorted(member.named - running):
+            trajectory_id, _ = parse_holding(held)
+            hold = self._holds[trajectory_id]
+            if member.heard_at - hold.sent_at > self._heartbeat_timeout and not hold.moving:
+                self._drop(trajectory_id)
+                self._lost.append(trajectory_id)
+        if not live:
+            return
+        member.yielded &= running
         member.superseded.clear()
-        for held in member.status.running:
-            trajectory_id, attempt = parse_holding(held)
-            if trajectory_id not in self._attempts or held in member.yielded:
-                continue
-            hold = self._holds.get(trajectory_id)
-            if hold is None or (hold.incarnation, hold.attempt) != (
-                member.status.incarnation,
-                attempt,
-            ):
+        for held in running - member.named - member.yielded:
+            trajectory_id, _ = parse_holding(held)
+            if trajectory_id in self._attempts:
                 member.superseded.add(held)
+        self._dispute(member)
+
+    def _dispute(self, member: Member) -> None:
+        if member.superseded:
+            self.disputed[member.status.process] = None
+        else:
+            self.disputed.pop(member.status.process, None)
+
+    def _measure(self, member: Member) -> None:
+        """Speed and memory, as far as the worker tells them."""
+        status = member.status
+        rate = status.metrics.get("tokens_per_second")
+        if rate is not None:
+            self._speeds.heard(status.process, rate, len(status.running))
+        used = status.metrics.get("kv_used_share", 0.0)
+        limit = self._memory_threshold - (RELIEVED if member.pressed else 0.0)
+        # a lone trajectory has nobody to make room for
+        member.pressed = used >= limit and len(status.running) > 1
+        if member.pressed:
+            self.pressed[status.process] = None
+        else:
+            self.pressed.pop(status.process, None)
 
     def sent(self, command: Command, now: float, offset: int | None = None) -> None:
         """Notes a command that is in the log: just written, or read while catching up.
@@ -127,39 +189,82 @@ class Roster:
         worker has carried out leaves only what its status shows.
         """
         member = self._members.get(command.worker)
-        current = member is not None and member.status.incarnation == command.incarnation
-        if member is not None and offset is not None and offset <= member.status.command_offset:
-            current = current and (
+        if member is not None and member.status.incarnation != command.incarnation:
+            member = None
+        if (
+            member is not None
+            and offset is not None
+            and offset <= member.status.command_offset
+            and not (
                 command.kind == "start"
                 and holding(command.trajectory_id, command.attempt) in member.status.running
             )
-        if command.kind == "start":
-            known = self._attempts.get(command.trajectory_id, -1)
-            self._attempts[command.trajectory_id] = max(known, command.attempt)
-            self._drop(command.trajectory_id)
-            if member is not None and current and member.status.state not in GONE:
-                self._holds[command.trajectory_id] = Hold(
-                    command.worker, command.incarnation, command.attempt, now
-                )
-                member.holds.add(command.trajectory_id)
-        elif command.kind == "yield":
-            held = holding(command.trajectory_id, command.attempt)
-            hold = self._holds.get(command.trajectory_id)
-            if hold is not None and (hold.incarnation, hold.attempt) == (
-                command.incarnation,
-                command.attempt,
-            ):
-                self._drop(command.trajectory_id)
-            if member is not None and current:
-                member.superseded.discard(held)
-                member.yielded.add(held)
-        elif (
-            command.kind == "switch"
-            and member is not None
-            and current
-            and member.status.version != command.policy_version
         ):
-            member.switching_to = command.policy_version
+            member = None
+        match command.kind:
+            case "start":
+                self._sent_start(command, member, now)
+            case "yield":
+                self._sent_yield(command, member)
+            case "move":
+                self._sent_move(command, member, now)
+            case "switch" if member is not None:
+                if command.policy_version not in (member.status.version, *member.status.versions):
+                    member.switching_to = command.policy_version
+        if member is not None:
+            self._watch(member)
+            self._changed(member)
+
+    def _sent_start(self, command: Command, member: Member | None, now: float) -> None:
+        trajectory_id = command.trajectory_id
+        known = self._attempts.get(trajectory_id, -1)
+        self._attempts[trajectory_id] = max(known, command.attempt)
+        self._drop(trajectory_id)
+        if member is None or member.status.state in GONE:
+            return
+        self._holds[trajectory_id] = Hold(command.worker, command.incarnation, command.attempt, now)
+        member.holds.add(trajectory_id)
+        member.named.add(holding(trajectory_id, command.attempt))
+        member.leaving = False
+        if command.attempt - 1 in self._moved.get(trajectory_id, ()):
+            member.settled_at = now
+
+    def _sent_yield(self, command: Command, member: Member | None) -> None:
+        hold = self._holds.get(command.trajectory_id)
+        if hold is not None and (hold.incarnation, hold.attempt) == (
+            command.incarnation,
+            command.attempt,
+        ):
+            self._drop(command.trajectory_id)
+        if member is not None:
+            held = holding(command.trajectory_id, command.attempt)
+            member.superseded.discard(held)
+            member.yielded.add(held)
+            self._dispute(member)
+
+    def _sent_move(self, command: Command, member: Member | None, now: float) -> None:
+        trajectory_id = command.trajectory_id
+        self._moved.setdefault(trajectory_id, set()).add(command.attempt)
+        hold = self._holds.get(trajectory_id)
+        if member is None or hold is None or hold.attempt != command.attempt:
+            return  # carried out already: whoever still names it will finish it
+        self._holds[trajectory_id] = Hold(hold.worker, hold.incarnation, hold.attempt, now, True)
+        member.moving.add(trajectory_id)
+        member.leaving = len(member.moving) == len(member.holds)
+        heappush(self._handovers, (now + self._heartbeat_timeout, trajectory_id, command.attempt))
+
+    def handed_over(self, trajectory_id: str, attempt: int) -> bool:
+        """The tokens of an attempt that was told to move came: nobody holds it any more. False if
+        nobody waits for them."""
+        hold = self._holds.get(trajectory_id)
+        if hold is None or not hold.moving or hold.attempt != attempt:
+            return False
+        self._drop(trajectory_id)
+        return True
+
+    def moved(self, trajectory_id: str, since: int) -> int:
+        """How many attempts from number `since` on ended because they were told to move."""
+        return sum(attempt >= since for attempt in self._moved.get(trajectory_id, ()))
 
     def seen_attempt(self, trajectory_id: str, attempt: int) -> None:
         """Notes an attempt number that the log shows, so that the next one is higher."""
@@ -169,42 +274,63 @@ class Roster:
         """The trajectory needs nobody any more."""
         self._drop(trajectory_id)
         self._attempts.pop(trajectory_id, None)
+        self._moved.pop(trajectory_id, None)
 
     def next_attempt(self, trajectory_id: str) -> int:
         """Number of the next attempt: one more than the highest known."""
         return self._attempts.get(trajectory_id, -1) + 1
 
     def held(self, trajectory_id: str) -> Hold | None:
-        """Who holds the trajectory."""
+        """Who holds the trajectory, or is about to hand it over."""
         return self._holds.get(trajectory_id)
 
     def lost(self, now: float) -> list[str]:
         """Trajectories that lost their holder since the last call."""
-        for member in self._members.values():
-            limit = (
-                self._load_timeout
-                if member.status.state in PATIENT or member.switching_to is not None
-                else self._heartbeat_timeout
-            )
-            silence = now - max(member.heard_at, member.excused_at)
-            if member.status.state not in GONE and silence > limit:
+        while self._silences and self._silences[0][0] < now:
+            at, name = heappop(self._silences)
+            member = self._members[name]
+            if member.check_at != at:
+                continue  # looked at earlier
+            member.check_at = float("inf")
+            if self._silent_from(member) < now:
                 self._release(member)
                 member.confirmed = False
-            running = set(member.status.running)
-            for trajectory_id in list(member.holds):
-                hold = self._holds[trajectory_id]
-                overdue = member.heard_at - hold.sent_at > self._heartbeat_timeout
-                if overdue and holding(trajectory_id, hold.attempt) not in running:
-                    self._drop(trajectory_id)
-                    self._lost.append(trajectory_id)
+                self._changed(member)
+            else:
+                self._watch(member)
+        while self._handovers and self._handovers[0][0] < now:
+            at, trajectory_id, attempt = heappop(self._handovers)
+            hold = self._holds.get(trajectory_id)
+            if hold is None or not hold.moving or hold.attempt != attempt:
+                continue
+            due = max(hold.sent_at, self._excused_at) + self._heartbeat_timeout
+            if due < now:
+                self._drop(trajectory_id)
+                self._lost.append(trajectory_id)
+            else:
+                heappush(self._handovers, (due, trajectory_id, attempt))
         lost, self._lost = self._lost, []
         return lost
+
+    def _silent_from(self, member: Member) -> float:
+        """When the worker's silence becomes too long, if it goes on."""
+        if member.status.state in GONE:
+            return float("inf")
+        patient = member.status.state in PATIENT or member.switching_to is not None
+        limit = self._load_timeout if patient else self._heartbeat_timeout
+        return max(member.heard_at, self._excused_at) + limit
+
+    def _watch(self, member: Member) -> None:
+        """Has the worker's silence looked at in time."""
+        due = self._silent_from(member)
+        if due < member.check_at:
+            member.check_at = due
+            heappush(self._silences, (due, member.status.process))
 
     def excuse(self, now: float) -> None:
         """Nobody could be heard for a while, for a reason that is not theirs: their silence counts
         from now on."""
-        for member in self._members.values():
-            member.excused_at = now
+        self._excused_at = now
 
     def members(self) -> Iterable[Member]:
         """All workers ever heard, in their newest incarnation."""
@@ -214,32 +340,60 @@ class Roster:
         """The newest incarnation of a worker."""
         return self._members.get(name)
 
+    def settled_at(self, name: str) -> float:
+        """When the worker last got a version or another's trajectory."""
+        member = self._members.get(name)
+        return float("-inf") if member is None else member.settled_at
+
     def views(self) -> list[WorkerView]:
         """Workers that answer and can generate, or are on their way to."""
-        return [
-            WorkerView(
-                name=member.status.process,
-                version=member.status.version,
-                capacity=member.status.capacity,
-                load=len(member.holds),
-                switching_to=member.switching_to,
+        return list(self.pool.views())
+
+    def _changed(self, member: Member) -> None:
+        """Brings the pool up to date."""
+        status = member.status
+        name = status.process
+        if (
+            member.confirmed
+            and (status.state in USABLE or member.switching_to is not None)
+            and status.state not in GONE
+            and status.capacity > 0
+        ):
+            adapters = status.metrics.get("adapters")
+            self.pool.put(
+                WorkerView(
+                    name,
+                    status.version,
+                    status.capacity,
+                    len(member.holds),
+                    member.switching_to,
+                    status.versions,
+                    member.leaving,
+                    member.pressed or bool(member.moving),
+                    self._speeds.of(name),
+                    None if adapters is None else int(adapters),
+                )
             )
-            for member in self._members.values()
-            if member.confirmed
-            and (member.status.state in USABLE or member.switching_to is not None)
-            and member.status.state not in GONE
-            and member.status.capacity > 0
-        ]
+        else:
+            self.pool.drop(name)
 
     def _drop(self, trajectory_id: str) -> None:
         hold = self._holds.pop(trajectory_id, None)
-        if hold is not None:
-            member = self._members.get(hold.worker)
-            if member is not None:
-                member.holds.discard(trajectory_id)
+        member = None if hold is None else self._members.get(hold.worker)
+        if hold is not None and member is not None:
+            member.holds.discard(trajectory_id)
+            member.moving.discard(trajectory_id)
+            member.named.discard(holding(trajectory_id, hold.attempt))
+            self._changed(member)
 
     def _release(self, member: Member) -> None:
         member.switching_to = None
-        for trajectory_id in sorted(member.holds):
-            self._drop(trajectory_id)
-            self._lost.append(trajectory_id)
+        member.leaving = False
+        lost = sorted(member.holds)
+        for trajectory_id in lost:
+            del self._holds[trajectory_id]
+        for names in (member.holds, member.moving, member.named):
+            names.clear()
+        self._lost += lost
+        self.pool.drop(member.status.process)
+        self.pressed.pop(member.status.process, None)

@@ -12,6 +12,7 @@ from dora.schemas.records import Admission, Chunk, Command, Policy, Record, Stat
 from tests.protocol.log import (
     CHUNKS,
     DISPATCH,
+    HANDOVERS,
     JOURNAL,
     LEDGER,
     POLICIES,
@@ -109,6 +110,7 @@ class ModelCoordinator:
                 self.reader.positions |= self._starts(TRAJECTORIES, version)
         for place in self.reader.positions:
             self.take(place, now, live=False)
+        self.reader.positions[HANDOVERS] = self.log.end(HANDOVERS)
         self.core.rebuilt(now)
 
     def _starts(self, topic: str, version: int) -> dict[Place, int]:

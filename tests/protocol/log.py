@@ -19,6 +19,7 @@ JOURNAL = (f"{RUN}.dispatch", 0)
 LEDGER = (f"{RUN}.steps", 0)
 POLICIES = (f"{RUN}.policies", 0)
 STATUSES = (f"{RUN}.workers", 0)
+HANDOVERS = (f"{RUN}.handovers", 0)
 CHUNKS, TRAJECTORIES, DISPATCH = f"{RUN}.chunks", f"{RUN}.trajectories", f"{RUN}.dispatch"
 
 Place = tuple[str, int]

@@ -18,6 +18,7 @@ from dora.schemas.records import Command, Policy, ProcessState, Record, Sampling
 from tests.protocol.log import (
     CHUNKS,
     DISPATCH,
+    HANDOVERS,
     POLICIES,
     RUN,
     STATUSES,
@@ -89,8 +90,9 @@ class ModelWorker:
             match command.kind:
                 case "start":
                     self.start(command)
-                case "yield":
-                    self.hand_back(command.trajectory_id, command.attempt)
+                case "yield" | "move":
+                    move = command.kind == "move"
+                    self.hand_back(command.trajectory_id, command.attempt, move=move)
                 case "switch":
                     self.switch = command.policy_version
                 case "stop":
@@ -112,11 +114,14 @@ class ModelWorker:
         if attempt.tokens and (attempt.tokens[-1] == STOP or len(attempt.tokens) >= LONGEST):
             self.extend(command.trajectory_id, 0, "stop")
 
-    def hand_back(self, trajectory_id: str, number: int) -> None:
+    def hand_back(self, trajectory_id: str, number: int, *, move: bool = False) -> None:
         attempt = self.attempts.get(trajectory_id)
         if attempt is None or attempt.finish_reason or attempt.command.attempt != number:
             return
         self.send_chunk(attempt, last=True)
+        if move:
+            self.acknowledge(self.partition(CHUNKS, attempt))
+            self.send(HANDOVERS, attempt.whole(0))
         del self.attempts[trajectory_id]
 
     def hand_back_all(self) -> None:
@@ -186,9 +191,9 @@ class ModelWorker:
             self.finish(trajectory_id, None)
 
     def send_chunk(self, attempt: Attempt, *, last: bool = False) -> None:
-        chunk = attempt.chunk(CHUNK_TOKENS, 0, last=last)
-        if chunk is not None:
-            self.send(self.partition(CHUNKS, attempt), chunk)
+        last = last or attempt.finish_reason is not None
+        if last or attempt.ready >= CHUNK_TOKENS:
+            self.send(self.partition(CHUNKS, attempt), attempt.chunk(0, last=last))
 
     def finish(self, trajectory_id: str, reward: float | None) -> None:
         """A response was scored."""

@@ -1,0 +1,232 @@
+"""Which worker generates what, and which version it hosts (DORA paper, Algorithm 1).
+
+Invariants of every plan:
+- a trajectory starts only on a worker that hosts its group's version (C1);
+- a new group starts only under a version for which the window admits it (C3);
+- a version with unplaced work gets a worker before idle workers move to the newest version, the
+  oldest first, so that no version starves (C2);
+- no worker is given more than its capacity, and none that hosts one version at a time switches
+  while it holds a trajectory.
+
+Planning leaves the pool as it found it: a plan takes effect when it is in the log.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from dora.core.placement import Admit, Plan, Start, Switch, Unplaced, WorkerView
+from dora.core.pool import Pool
+from dora.core.ring import train_group_id
+from dora.core.waiting import Waiting
+
+STARTS_PER_PLAN = 4096
+"""More starts wait for the next plan, so that no tick and no transaction takes long."""
+WORTH_A_LOAD = 0.25
+"""Share of a worker's capacity that must wait before a worker loads a version another hosts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a plan is made for.
+
+    `admissible` new groups may start under `newest`, or, of these, as many as `older` names under
+    an older version. `whole` admits them all at once, be there room or not. `roams`: whoever hosts
+    the newest version generates for all (partial rollouts). `many`: workers host several versions.
+    `migration`: work may be taken from a worker for the sake of an older version.
+    """
+
+    newest: int
+    admissible: int
+    next_ordinal: int
+    group_size: int
+    older: Mapping[int, int] = field(default_factory=dict)
+    whole: bool = False
+    roams: bool = False
+    many: bool = False
+    migration: bool = False
+
+
+@dataclass(slots=True)
+class Assignment:
+    """A plan, and the versions that have work and will find no worker by it."""
+
+    plan: Plan
+    homeless: list[int]
+
+
+def assign(pool: Pool, waiting: Waiting, situation: Situation) -> Assignment:
+    """Places waiting trajectories, moves idle workers, and starts new groups."""
+    planner = _Planner(pool, waiting, situation)
+    try:
+        return planner.run()
+    finally:
+        planner.undo()
+
+
+class _Planner:
+    def __init__(self, pool: Pool, waiting: Waiting, situation: Situation) -> None:
+        self.pool = pool
+        self.waiting = waiting
+        self.it = situation
+        self.before: dict[str, WorkerView] = {}
+        self.starts: list[Start] = []
+        self.switches: dict[str, Switch] = {}
+        self.admissions: list[Admit] = []
+
+    def run(self) -> Assignment:
+        left: dict[int, int] = {}
+        for version in self.waiting.versions():
+            rest = self.waiting.count(version) - self.place(version)
+            if rest:
+                left[version] = rest
+        homeless = [] if self.it.roams else self.house(left)
+        self.go_to_newest()
+        if not left.get(self.it.newest):
+            self.admit()
+        plan = Plan(tuple(self.admissions), tuple(self.starts), tuple(self.switches.values()))
+        return Assignment(plan, homeless)
+
+    def undo(self) -> None:
+        for view in self.before.values():
+            self.pool.put(view)
+
+    def put(self, view: WorkerView) -> None:
+        self.before.setdefault(view.name, self.pool.view(view.name))
+        self.pool.put(view)
+
+    def start(self, view: WorkerView, *works: Unplaced) -> None:
+        self.put(view.with_load(view.load + len(works)))
+        self.starts += [Start(view.name, work) for work in works]
+
+    def switch(self, name: str, version: int, reason: str) -> None:
+        self.put(replace(self.pool.view(name), switching_to=version))
+        self.switches[name] = Switch(name, version, reason)
+
+    def host(self, version: int) -> WorkerView | None:
+        """Where a trajectory of the version is to start."""
+        return self.pool.least_loaded(self.it.newest if self.it.roams else version)
+
+    def place(self, version: int) -> int:
+        """Starts what waits of a version; returns how many."""
+        placed = 0
+        room = STARTS_PER_PLAN - len(self.starts)
+        shelf = self.pool.shelf(self.it.newest if self.it.roams else version)
+        limit = min(room, shelf.room)
+        for work in self.waiting.first(version, limit):
+            view = self.host(version)
+            if view is None:
+                break
+            self.start(view, work)
+            placed += 1
+        if not placed and room and not self.it.roams and shelf.workers == shelf.leaving:
+            placed = self.stay(version)
+        return placed
+
+    def stay(self, version: int) -> int:
+        """An empty worker that was to leave the version stays if there is no other."""
+        for name in self.pool.idle(version):
+            view = self.pool.view(name)
+            works = self.waiting.first(version, view.capacity)
+            if view.leaving and works:
+                self.start(replace(view, leaving=False), *works)
+                return len(works)
+        return 0
+
+    def idle(self) -> Iterator[str]:
+        """Idle workers: first those on no or an old version, which leave nothing behind."""
+        newest = self.it.newest
+        for version in (-1, *(v for v in self.pool.hosting() if v != newest), newest):
+            for name in sorted(self.pool.idle(version)):
+                if name not in self.switches and not self.pool.view(name).versions:
+                    yield name
+
+    def house(self, left: Mapping[int, int]) -> list[int]:
+        """Gives versions with work and without room a worker, oldest first; returns those for
+        which there is none."""
+        homeless = []
+        for version in sorted(left):
+            if self.pool.hosted(version):
+                self.help(version, left[version])
+                continue
+            reason = f"version {version} has work and no worker"
+            name = self.loader(version) if self.it.many else next(self.idle(), None)
+            if name is not None:
+                self.switch(name, version, reason)
+            else:
+                homeless.append(version)
+                if not self.it.many and not self.it.migration and version != self.it.newest:
+                    self.reserve()
+        return homeless
+
+    def help(self, version: int, left: int) -> None:
+        """Idle workers go where more waits than will soon find room."""
+        if version == self.it.newest or self.it.many or self.pool.arriving.get(version):
+            return
+        for name in self.idle():
+            view = self.pool.view(name)
+            if left <= view.capacity * WORTH_A_LOAD:
+                return
+            if view.version != version:
+                self.switch(name, version, f"version {version} has more work than room")
+                left -= view.capacity
+
+    def loader(self, version: int) -> str | None:
+        """A worker that can host one version more."""
+        for host in (self.it.newest, *self.pool.hosting()):
+            for view in self.pool.lightest(host, 8):
+                room = view.adapters is None or len(view.versions) < view.adapters
+                if room and view.switching_to is None and version not in view.versions:
+                    return view.name
+        return next(self.pool.idle(-1), None)
+
+    def reserve(self) -> None:
+        """Nothing new for the least loaded worker, so that it comes free for an old version."""
+        view = self.pool.least_loaded(self.it.newest)
+        if view is not None:
+            self.put(replace(view, leaving=True))
+
+    def go_to_newest(self) -> None:
+        newest = self.it.newest
+        if newest < 0:
+            return
+        if self.it.roams or self.it.many:
+            for name in tuple(self.pool.behind):
+                view = self.pool.view(name)
+                if view.adapters is None or len(view.versions) < view.adapters:
+                    self.switch(name, newest, f"version {newest} is the newest")
+            return
+        for name in self.idle():
+            if self.pool.view(name).version == newest:
+                return
+            self.switch(name, newest, f"idle, and version {newest} is the newest")
+
+    def admit(self) -> None:
+        """New groups, under the newest version and, where that has no room, under older ones."""
+        it = self.it
+        ordinal, end = it.next_ordinal, it.next_ordinal + max(it.admissible, 0)
+        older = sorted(it.older, reverse=True)
+        for version in (it.newest, *older):
+            limit = end if version == it.newest else min(end, ordinal + it.older[version])
+            while ordinal < limit:
+                full = len(self.starts) >= STARTS_PER_PLAN or self.host(version) is None
+                if full and not (it.whole and version == it.newest):
+                    break
+                self.begin(ordinal, version)
+                ordinal += 1
+
+    def begin(self, ordinal: int, version: int) -> None:
+        """Admits a group and starts it: on one worker if it fits there whole, else sample by
+        sample; what finds no room now waits."""
+        size, group_id = self.it.group_size, train_group_id(ordinal)
+        self.admissions.append(Admit(group_id, ordinal, version))
+        works = [Unplaced(group_id, n, version, ordinal, "train", 0) for n in range(size)]
+        view = self.host(version)
+        room = 0 if view is None else view.capacity - view.load
+        if view is not None and room >= size and len(self.starts) < STARTS_PER_PLAN:
+            self.start(view, *works)
+            return
+        for work in works:
+            view = self.host(version)
+            if view is None or len(self.starts) >= STARTS_PER_PLAN:
+                return
+            self.start(view, work)

@@ -1,0 +1,115 @@
+"""From what is known to who generates what: placement, balance and pauses of one tick.
+
+Invariant: nothing is decided twice. What one tick has sent, the next one sees in roster, pool and
+waiting trajectories.
+"""
+
+from dataclasses import replace
+from heapq import nlargest
+
+from dora.core.assignment import Situation, assign
+from dora.core.decisions import Rules, Yield
+from dora.core.placement import Plan, Switch
+from dora.core.rebalancing import Rebalancing
+from dora.core.roster import Roster
+from dora.core.schedules import Pauses
+from dora.core.state import RunState
+from dora.core.waiting import Waiting
+from dora.schemas.records import Status
+
+
+class Dispatch:
+    """Plans over what a coordination knows; it owns only when it last rebalanced and paused."""
+
+    def __init__(self, rules: Rules, state: RunState, roster: Roster, waiting: Waiting) -> None:
+        self.pauses = Pauses()
+        self._rules = rules
+        self._state = state
+        self._roster = roster
+        self._waiting = waiting
+        self._rebalancing = Rebalancing(
+            rules.schedule.rebalance_seconds, rules.schedule.memory_threshold
+        )
+
+    def place(self, now: float, *, blocked: bool) -> tuple[Plan, list[Yield]]:
+        """Who generates what; `blocked`: what is about to be placed comes before new groups."""
+        schedule, state = self._rules.schedule, self._state
+        self._roster.pool.turn_to(state.newest)
+        admissible = schedule.admissible(state, self._rules.steps - state.newest)
+        made = assign(
+            self._roster.pool,
+            self._waiting,
+            Situation(
+                newest=state.newest,
+                admissible=0 if blocked else admissible,
+                next_ordinal=state.next_ordinal,
+                group_size=self._rules.group_size,
+                whole=schedule.whole,
+                roams=schedule.roams,
+                many=schedule.adapters,
+                migration=schedule.moves,
+            ),
+        )
+        demand = (admissible - len(made.plan.admissions)) * self._rules.group_size
+        return made.plan, self._moves(made.homeless, demand, now)
+
+    def _moves(self, homeless: list[int], demand: int, now: float) -> list[Yield]:
+        """What is to go to another worker."""
+        roster, newest = self._roster, self._state.newest
+        moves: list[Yield] = []
+        if self._rules.schedule.moves:
+            emptied = self._rebalancing.evict(roster.pool, homeless, newest)
+            if not emptied:
+                emptied = self._rebalancing.consolidate(
+                    roster.pool,
+                    self._waiting,
+                    newest=newest,
+                    demand=demand,
+                    quiet_since=roster.settled_at,
+                    now=now,
+                )
+            for each in emptied:
+                moves += self._move(each.worker, each.reason, None, now)
+        if self._rules.schedule.migration and not self._rules.schedule.roams:
+            for name in roster.pressed:
+                count = self._rebalancing.relief(roster, self._waiting, name, now)
+                if count:
+                    moves += self._move(name, "its memory runs high", count, now)
+        return moves
+
+    def _move(self, name: str, reason: str, count: int | None, now: float) -> list[Yield]:
+        """Moves of all trajectories of a worker, or of the `count` youngest that may move."""
+        member = self._roster.member(name)
+        if member is None:
+            return []
+        held = [
+            (hold.sent_at, identity, hold.attempt)
+            for identity in member.holds - member.moving
+            if (hold := self._roster.held(identity)) is not None
+        ]
+        if count is not None:
+            settled = now - self._rules.schedule.rebalance_seconds
+            held = nlargest(count, [h for h in held if h[2] == 0 or h[0] <= settled])
+        return [Yield(member.status, identity, n, reason) for _, identity, n in sorted(held)]
+
+    def pause(self, plan: Plan) -> tuple[Plan, list[Status]]:
+        """Who pauses while a step is trained on the same devices, and who goes on after it."""
+        if not self._rules.schedule.pauses:
+            return plan, []
+        newest = self._state.newest
+        pauses, resumed = self.pauses.due(self._roster.members(), newest)
+        switching = {switch.worker for switch in plan.switches}
+        switches = [
+            Switch(status.process, newest, "training is over")
+            for status in resumed
+            if status.process not in switching
+        ]
+        return replace(plan, switches=(*plan.switches, *switches)), [
+            status for status in pauses if status.process not in switching
+        ]
+
+    def addressees(self, plan: Plan) -> dict[str, Status]:
+        names = {start.worker for start in plan.starts}
+        names.update(switch.worker for switch in plan.switches)
+        members = ((name, self._roster.member(name)) for name in names)
+        return {name: member.status for name, member in members if member is not None}

@@ -1,0 +1,51 @@
+"""How fast workers are, from what they say of themselves.
+
+A worker that runs few sequences gives each of them more tokens a second than a full one. So a
+worker is compared with what workers of about the same load reach; its speed is 1 if it is like
+them. (AReaL-Hex schedules over mixed GPUs by measured throughput.)
+
+Invariant: a speed is finite, positive and within `SLOWEST .. FASTEST`, whatever a worker reports.
+"""
+
+import math
+
+SLOWEST, FASTEST = 1 / 8, 8.0
+_ABSURD = 16.0
+"""Rates further from the peers' than this factor are no measurement."""
+_SMOOTHING = 0.2
+_STEPS = 8
+"""Speeds are rounded to eighths, so that noise changes no decision."""
+
+
+class Speeds:
+    """Takes tokens per second and running sequences of workers, by name."""
+
+    def __init__(self) -> None:
+        self._typical: dict[int, float] = {}  # tokens per second and sequence, by bucket of load
+        self._ratios: dict[str, float] = {}
+
+    def heard(self, name: str, tokens_per_second: float, running: int) -> None:
+        """A report; nonsense (not finite, not positive, absurdly far from its peers) is ignored."""
+        if running < 1 or not math.isfinite(tokens_per_second) or tokens_per_second <= 0:
+            return
+        rate = tokens_per_second / running
+        bucket = running.bit_length()
+        typical = self._typical.get(bucket)
+        if typical is None:
+            self._typical[bucket] = rate
+            return
+        ratio = rate / typical
+        if not 1 / _ABSURD <= ratio <= _ABSURD:
+            return
+        self._typical[bucket] = typical * ratio ** (_SMOOTHING / 4)
+        known = self._ratios.get(name, 1.0)
+        self._ratios[name] = known * (ratio / known) ** _SMOOTHING
+
+    def forget(self, name: str) -> None:
+        """The worker is gone."""
+        self._ratios.pop(name, None)
+
+    def of(self, name: str) -> float:
+        """Speed of a worker relative to its peers; 1 while nothing is known."""
+        ratio = min(FASTEST, max(SLOWEST, self._ratios.get(name, 1.0)))
+        return max(SLOWEST, round(ratio * _STEPS) / _STEPS)

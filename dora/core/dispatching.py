@@ -51,7 +51,12 @@ class Dispatch:
             ),
         )
         demand = (admissible - len(made.plan.admissions)) * self._rules.group_size
-        return made.plan, self._moves(made.homeless, demand, now)
+        moves = self._moves(made.homeless, demand, now)
+        giving = {each.worker.process for each in moves}
+        if any(start.worker in giving for start in made.plan.starts):
+            starts = tuple(start for start in made.plan.starts if start.worker not in giving)
+            return replace(made.plan, starts=starts), moves
+        return made.plan, moves
 
     def _moves(self, homeless: list[int], demand: int, now: float) -> list[Yield]:
         """What is to go to another worker."""

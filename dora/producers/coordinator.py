@@ -25,6 +25,7 @@ from dora.config import Config
 from dora.core.coordination import Coordination, Decision, Rules
 from dora.core.ring import JOURNAL, partition, trajectory_id, worker_partition
 from dora.core.roster import GONE
+from dora.core.schedules import Schedule
 from dora.core.window import Window
 from dora.errors import DeadlineError
 from dora.producers.record_maker import RecordMaker
@@ -58,6 +59,7 @@ def rules_of(config: Config) -> Rules:
         max_attempts=rollout.max_attempts,
         evaluation_every=config.evaluation.every,
         evaluation_prompts=config.evaluation.prompts,
+        schedule=Schedule(**config.schedule.model_dump(), adapters=config.policy.lora is not None),
     )
 
 

@@ -76,7 +76,9 @@ class _Planner:
     def run(self) -> Assignment:
         left: dict[int, int] = {}
         for version in self.waiting.versions():
-            rest = self.waiting.count(version) - self.place(version)
+            # a worker that was emptied for an older version does not stay
+            may_stay = all(self.pool.hosted(older) for older in left)
+            rest = self.waiting.count(version) - self.place(version, may_stay=may_stay)
             if rest:
                 left[version] = rest
         homeless = [] if self.it.roams else self.house(left)
@@ -106,7 +108,7 @@ class _Planner:
         """Where a trajectory of the version is to start."""
         return self.pool.least_loaded(self.it.newest if self.it.roams else version)
 
-    def place(self, version: int) -> int:
+    def place(self, version: int, *, may_stay: bool) -> int:
         """Starts what waits of a version; returns how many."""
         placed = 0
         room = STARTS_PER_PLAN - len(self.starts)
@@ -118,7 +120,8 @@ class _Planner:
                 break
             self.start(view, work)
             placed += 1
-        if not placed and room and not self.it.roams and shelf.workers == shelf.leaving:
+        alone = shelf.workers == shelf.leaving and not self.it.roams
+        if alone and may_stay and room and not placed:
             placed = self.stay(version)
         return placed
 

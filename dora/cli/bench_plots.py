@@ -41,28 +41,21 @@ def plot_schedules(
     repeats, and below them what each device did during the measured steps."""
     pyplot = _pyplot()
     heights = [2.6, *(max(1.0, 0.075 * len(each.devices) + 0.4) for each in lines)]
-    figure, axes = pyplot.subplots(
-        len(heights), 1, figsize=(10, sum(heights) + 0.5 * len(heights)),
-        height_ratios=heights, layout="constrained",
-    )  # fmt: skip
-    panels = list(axes) if len(heights) > 1 else [axes]
+    figure = pyplot.figure(figsize=(10, sum(heights) + 0.5 * len(heights)), layout="constrained")
     figure.suptitle(title)
-    left, right = _split(panels[0])
+    grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
+    left, right = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
     _bars(left, summaries, "ideal_share", "share of the ideal")
     left.axhline(1.0, color="0.6", linewidth=0.8, linestyle="--")
     _bars(right, summaries, "step_seconds", "emulated seconds per step")
+    panels = [figure.add_subplot(grid[row, :]) for row in range(1, len(heights))]
     longest = max((each.seconds for each in lines), default=1.0)
-    for axis, each in zip(panels[1:], lines, strict=True):
+    for axis, each in zip(panels, lines, strict=True):
         _timeline(axis, each, longest)
     if lines:
         panels[-1].set_xlabel("emulated seconds; colours are versions, grey is training")
     figure.savefig(path, dpi=_DPI)
     pyplot.close(figure)
-
-
-def _split(axis: Any) -> tuple[Any, Any]:
-    axis.set_axis_off()
-    return axis.inset_axes((0.0, 0.0, 0.46, 1.0)), axis.inset_axes((0.54, 0.0, 0.46, 1.0))
 
 
 def _bars(axis: Any, summaries: Mapping[str, Mapping[str, Any]], name: str, label: str) -> None:
@@ -72,7 +65,8 @@ def _bars(axis: Any, summaries: Mapping[str, Mapping[str, Any]], name: str, labe
     below = [max(0.0, v - low) for v, (low, _) in zip(values, spreads, strict=True)]
     above = [max(0.0, high - v) for v, (_, high) in zip(values, spreads, strict=True)]
     colours = ["tab:blue" if each.startswith("dora") else "0.6" for each in names]
-    drawn = axis.bar(names, values, yerr=[below, above], color=colours, capsize=3)
+    drawn = axis.bar(range(len(names)), values, yerr=[below, above], color=colours, capsize=3)
+    axis.set_xticks(range(len(names)), names)
     axis.bar_label(drawn, fmt="{:.2f}" if max(values) < 10 else "{:.0f}", fontsize=8, padding=2)
     axis.margins(y=0.15)
     axis.set_title(label, fontsize=9)

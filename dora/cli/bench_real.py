@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dora.cli.bench_plots import check_plot, plot_curves
-from dora.cli.bench_schedules import spread
+from dora.cli.bench_schedules import spread, wide_console
 from dora.cli.options import ConfigSource, cluster_options
 from dora.config import Config
 from dora.config_file import KafkaOverrides, load_config
@@ -136,7 +136,7 @@ def real(
                     json_path.write_text(text + "\n", encoding="utf-8")
     summaries = bench.summaries()
     ordered = {mode.name: summaries[mode.name] for mode in modes}
-    show(ordered, Console(highlight=False))
+    show(ordered, wide_console())
     if plot is not None:
         curves = {name: [run["curve"] for run in bench.runs[name]] for name in ordered}
         plot_curves(plot, f"{config_path.stem}: learning by schedule", curves)

@@ -31,6 +31,7 @@ from dora.core.cluster_presets import PRESETS, RIVALS
 from dora.errors import UsageError
 
 _READ_SECONDS = 1800.0
+_WIDTH = 160
 _TIME_SCALE = 0.025
 """40 emulated seconds pass in one second here."""
 
@@ -129,7 +130,7 @@ def schedules(
                 json_path.write_text(json.dumps(bench.report(), indent=2) + "\n", encoding="utf-8")
     summaries = compare(bench.results)
     ordered = {p.variant.name: summaries[p.variant.name] for p in chosen}
-    show(ordered, Console(highlight=False))
+    show(ordered, wide_console())
     for sentence in limits(bench.results):
         click.echo(f"warning: {sentence}: the figures are too low", err=True)
     if plot is not None:
@@ -228,6 +229,12 @@ class ScheduleBench:
             ],
             "timelines": {name: asdict(each) for name, each in self.timelines.items()},
         }
+
+
+def wide_console() -> Console:
+    """A console whose tables are not squeezed when they go to a file or through a pipe."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
 
 
 def show(summaries: dict[str, dict[str, Any]], console: Console) -> None:

@@ -28,7 +28,8 @@ class Scenario:
     """Times in seconds of virtual time, lengths in tokens.
 
     - `workers` of `slots` sequences each; worker `i` has speed `speeds[i mod len(speeds)]`.
-    - `training_seconds` is a step's training on the devices that train, whatever is in it.
+    - `training_seconds` is a step's training on the devices that train, whatever is in it;
+      `training_seconds_per_token` what each of its tokens adds.
     - `interrupts`: the schedule `partial`, in which attempts go on over a switch of versions.
     - `adapters`: versions that a worker hosts at once; 0 for one at a time, with full weights.
     - The simulation ends when `steps` steps are committed; the first `warmup` are not measured.
@@ -48,6 +49,7 @@ class Scenario:
     training_seconds: float
     steps: int
     warmup: int = 0
+    training_seconds_per_token: float = 0.0
     publish_seconds: float = 0.0
     speeds: tuple[float, ...] = ()
     prompt_tokens: int = 0

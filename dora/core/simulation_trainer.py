@@ -39,7 +39,7 @@ class SimulatedTrainer:
         self._events = events
         self._tally = tally
         self._write = write
-        self._candidates: dict[str, tuple[Candidate, int]] = {}  # with their tokens
+        self._candidates: dict[str, Candidate] = {}
         self._blocked_by: int | None = None
         self._waits_since: float | None = None
 
@@ -53,6 +53,8 @@ class SimulatedTrainer:
         for record, offset in self.inbox.arrived():
             if isinstance(record, Admission):
                 self.state.admit(record)
+                # a step that ends early at its budget waits until all older versions are known
+                due = due or self.state.window.tokens_per_step is not None
             elif isinstance(record, Trajectory):
                 facts = finished_facts(record, 0, offset)
                 if self.state.finish(facts) == "counted":
@@ -65,9 +67,9 @@ class SimulatedTrainer:
         group = self.state.groups.get(group_id)
         if group is None or not group.complete or group.purpose != "train":
             return False
-        tokens = sum(finished.generated_tokens for finished in group.samples.values())
-        self._candidates[group_id] = group.candidate, tokens
-        if len(self._candidates) < self.state.window.groups_per_step:
+        self._candidates[group_id] = group.candidate
+        window = self.state.window
+        if window.tokens_per_step is None and len(self._candidates) < window.groups_per_step:
             return False
         # newer groups do not help a batch that waits for older ones
         return self._blocked_by is None or group.version <= self._blocked_by
@@ -81,8 +83,13 @@ class SimulatedTrainer:
         state = self.state
         if state.newest >= self._scenario.rules.steps:
             return
-        candidates = [candidate for candidate, _ in self._candidates.values()]
-        picked = pick_batch(state.window, state.newest, candidates, state.outstanding)
+        picked = pick_batch(
+            state.window,
+            state.newest,
+            self._candidates.values(),
+            state.outstanding,
+            state.known_to,
+        )
         if isinstance(picked, Blocked):
             self._blocked_by = picked.version
             return
@@ -93,7 +100,9 @@ class SimulatedTrainer:
         self._say("training")
         self._tally.trains(True, began)
         scenario = self._scenario
-        until = began + scenario.training_seconds + scenario.publish_seconds
+        tokens = sum(candidate.tokens for candidate in picked)
+        seconds = scenario.training_seconds + scenario.training_seconds_per_token * tokens
+        until = began + seconds + scenario.publish_seconds
         self._events.at(until, self._commit, picked, waited_at, began)
 
     def _commit(self, batch: tuple[Candidate, ...], waited_at: float, began: float) -> None:
@@ -116,7 +125,7 @@ class SimulatedTrainer:
             ),
             (), {}, "", None, "trainer", int(now * 1000),
         )  # fmt: skip
-        tokens = sum(self._candidates.pop(candidate.group_id)[1] for candidate in batch)
+        tokens = sum(self._candidates.pop(candidate.group_id).tokens for candidate in batch)
         staleness = tuple(state.newest - candidate.version for candidate in batch)
         self.steps.append(TrainedStep(waited_at, began, now, tokens, staleness))
         state.commit(step)

@@ -1,0 +1,217 @@
+"""From a workload and a schedule to a scenario: what `dora simulate` simulates.
+
+Invariant: all schedules of a workload get the same devices, prompts, lengths and training; they
+differ in nothing but the schedule, its staleness bound, and how many devices generate. A workload
+that can never fit is refused before anything is simulated, with the numbers.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from statistics import NormalDist
+
+from dora.core.cluster_presets import Preset, ScheduleVariant
+from dora.core.coordination import Rules
+from dora.core.device import DeviceSpec
+from dora.core.schedules import Schedule
+from dora.core.simulation_scenario import Scenario
+from dora.core.window import Window
+
+
+class Impossible(ValueError):
+    """A workload that can never fit on the devices it is for; the message has the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnLengths:
+    """Response lengths by ordinal and sample: log-normal, or drawn from `measured` ones (sorted)
+    with replacement; cut to [1, longest]."""
+
+    mean: float
+    sigma: float
+    prompt_share: float
+    longest: int
+    measured: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __call__(self, ordinal: int, sample: int) -> int:
+        """Length in tokens."""
+        own = _share(self.seed, ordinal, sample)
+        if self.measured:
+            drawn: float = self.measured[int(own * len(self.measured))]
+        elif self.sigma == 0:
+            drawn = self.mean
+        else:
+            z = _NORMAL.inv_cdf(own)
+            if self.prompt_share:
+                common = _NORMAL.inv_cdf(_share(self.seed, ordinal, -1))
+                z = math.sqrt(self.prompt_share) * common + math.sqrt(1 - self.prompt_share) * z
+            # the mean of a log-normal is exp(mu + sigma^2 / 2)
+            drawn = math.exp(math.log(self.mean) - self.sigma**2 / 2 + self.sigma * z)
+        return max(1, min(self.longest, round(drawn)))
+
+
+_NORMAL = NormalDist()
+
+
+def _share(seed: int, ordinal: int, sample: int) -> float:
+    """A number in (0, 1), the same in every process."""
+    digest = blake2b(b"%d:%d:%d" % (seed, ordinal, sample), digest_size=7).digest()
+    return (int.from_bytes(digest, "little") % 2**53 + 0.5) / 2**53
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is to be generated and trained, on which devices.
+
+    `preset` describes both; `measured` are lengths in tokens to draw from instead of its
+    distribution. `training_seconds_per_token` is what each trained token adds to the training on
+    all devices, `tokens_per_step` a budget that ends batches earlier. `model_limit` is the longest
+    sequence that the model takes. With `lora` a worker hosts all live versions, as far as it has
+    `adapters` (None: enough).
+    """
+
+    preset: Preset
+    measured: tuple[int, ...] = ()
+    training_seconds_per_token: float = 0.0
+    tokens_per_step: int | None = None
+    model_limit: int | None = None
+    lora: bool = False
+    adapters: int | None = None
+    seed: int = 0
+
+    @property
+    def lengths(self) -> DrawnLengths:
+        """Length of each response."""
+        preset = self.preset
+        return DrawnLengths(
+            preset.length_mean, preset.length_sigma, preset.length_prompt_share,
+            preset.max_new_tokens, self.measured, self.seed,
+        )  # fmt: skip
+
+    def ideal_seconds(self, tokens: float) -> float:
+        """The ideal step with so many generated tokens."""
+        return self.preset.ideal_seconds(tokens) + self.training_seconds_per_token * tokens
+
+
+def with_measured(workload: Workload, lengths: Sequence[int]) -> Workload:
+    """The workload with measured lengths. Impossible if there is none, or one is no length."""
+    if not lengths:
+        raise Impossible("no length was measured")
+    wrong = [length for length in lengths if length < 1]
+    if wrong:
+        raise Impossible(f"{wrong[0]} is no length in tokens: at least 1 is needed")
+    preset = workload.preset
+    ordered = tuple(sorted(lengths))
+    cut = bisect_left(ordered, preset.max_new_tokens)
+    mean = (sum(ordered[:cut]) + (len(ordered) - cut) * preset.max_new_tokens) / len(ordered)
+    spread = [math.log(length) for length in ordered]
+    middle = sum(spread) / len(spread)
+    sigma = math.sqrt(sum((each - middle) ** 2 for each in spread) / len(spread))
+    return replace(
+        workload,
+        preset=replace(preset, length_mean=mean, length_sigma=sigma, splits=()),
+        measured=ordered,
+    )
+
+
+def check(workload: Workload, variant: ScheduleVariant, rollout: int) -> None:
+    """Raises Impossible if the schedule can never run the workload on `rollout` workers."""
+    preset = workload.preset
+    longest = preset.prompt_tokens + preset.max_new_tokens
+    limit = workload.model_limit
+    if limit is not None and longest > limit:
+        raise Impossible(
+            f"a sample may reach {longest} tokens ({preset.prompt_tokens} of the prompt and "
+            f"{preset.max_new_tokens} of the response), but the model takes {limit}"
+        )
+    cache = preset.kv_cache_tokens
+    if cache is not None and longest > cache:
+        raise Impossible(
+            f"a sample may reach {longest} tokens ({preset.prompt_tokens} of the prompt and "
+            f"{preset.max_new_tokens} of the response), but the key-value cache of a worker holds "
+            f"{cache}"
+        )
+    if cache is not None and preset.group_size * preset.prompt_tokens > rollout * cache:
+        raise Impossible(
+            f"the prompts of one group take {preset.group_size} x {preset.prompt_tokens} tokens, "
+            f"but the key-value caches of {rollout} workers hold {rollout} x {cache}"
+        )
+    if preset.group_size > rollout * preset.slots:
+        raise Impossible(
+            f"a group has {preset.group_size} samples, but {rollout} workers generate at most "
+            f"{rollout * preset.slots} at once"
+        )
+    versions = variant.max_staleness + 1
+    if workload.lora and workload.adapters is not None and workload.adapters < versions:
+        raise Impossible(
+            f"max_staleness = {variant.max_staleness} keeps {versions} versions alive, but a "
+            f"worker holds {workload.adapters} adapters"
+        )
+    if workload.tokens_per_step is not None and variant.max_staleness < 1:
+        raise Impossible(
+            f"a budget of {workload.tokens_per_step} tokens per step needs max_staleness = 1 or "
+            f"more, {variant.name} has {variant.max_staleness}"
+        )
+    if not variant.colocated and not 1 <= rollout < preset.devices:
+        raise Impossible(
+            f"{rollout} of {preset.devices} devices for rollout: {variant.name} needs at least "
+            "one to generate and one to train"
+        )
+
+
+def scenario_of(
+    workload: Workload,
+    variant: ScheduleVariant,
+    rollout: int,
+    *,
+    steps: int,
+    warmup: int,
+    control_seconds: float = 0.02,
+    tick_seconds: float = 0.02,
+) -> Scenario:
+    """The scenario of a schedule with `rollout` generating devices (all where they take turns).
+
+    As in `dora bench`, the run goes on beyond the `steps` that are looked at, so that they do not
+    feel its end. Raises Impossible; see `check`.
+    """
+    preset = workload.preset
+    rollout = preset.devices if variant.colocated else rollout
+    check(workload, variant, rollout)
+    bound = variant.max_staleness
+    share = 1.0 if variant.colocated else preset.devices / (preset.devices - rollout)
+    return Scenario(
+        rules=Rules(
+            window=Window(bound, preset.groups_per_step, workload.tokens_per_step),
+            group_size=preset.group_size,
+            steps=steps + bound,
+            heartbeat_timeout=60.0,
+            schedule=Schedule(
+                kind=variant.kind, colocated=variant.colocated, adapters=workload.lora
+            ),
+        ),
+        workers=rollout,
+        slots=preset.slots,
+        device=DeviceSpec(
+            preset.iteration_seconds,
+            preset.iteration_seconds_per_sequence,
+            preset.iteration_seconds_per_context_token,
+            preset.prefill_seconds_per_token,
+            preset.load_seconds,
+            preset.kv_cache_tokens,
+        ),
+        speeds=preset.speeds,
+        lengths=workload.lengths,
+        training_seconds=preset.training_seconds * share,
+        training_seconds_per_token=workload.training_seconds_per_token * share,
+        publish_seconds=preset.publish_seconds,
+        prompt_tokens=preset.prompt_tokens,
+        interrupts=variant.kind == "partial",
+        adapters=(workload.adapters or bound + 2) if workload.lora else 0,
+        steps=steps,
+        warmup=warmup,
+        control_seconds=control_seconds,
+        tick_seconds=tick_seconds,
+    )

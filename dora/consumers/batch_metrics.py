@@ -26,6 +26,7 @@ def batch_metrics(
         "trajectories": float(len(samples)),
         "response_length_mean": float(lengths.mean()),
         "response_length_max": float(lengths.max()),
+        "mixed_version_share": float(np.mean([s.mixed for s in samples])),
         "truncated_fraction": float(np.mean([s.truncated for s in samples])),
         "signal_fraction": float(np.mean([s.advantage != 0.0 for s in samples])),
     }

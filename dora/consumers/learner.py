@@ -5,8 +5,8 @@ state and update count before it and on the samples, bit for bit; and the model 
 `update` and `load_checkpoint` alone.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,15 +17,15 @@ import torch
 
 from dora.config import Config
 from dora.consumers import learner_files, process
+from dora.consumers.accumulation import Accumulation
 from dora.consumers.adapter import add_adapter, published_name, without_adapter
 from dora.consumers.batch_metrics import batch_metrics
-from dora.consumers.batches import MicroBatch, Sample, micro_batches, split_groups
-from dora.consumers.losses import TokenTerms, policy_loss
-from dora.consumers.metrics import LearningSums, Mismatch
-from dora.consumers.model import PolicyModel, load_model, model_inputs, untied
+from dora.consumers.batches import Sample, micro_batches, split_groups
+from dora.consumers.metrics import LearningSums, Mismatch, drift_of
+from dora.consumers.model import PolicyModel, load_model, untied
+from dora.consumers.passes import Passes, in_order
 from dora.consumers.past_weights import PastWeights
 from dora.consumers.ranks import Leader, Member, together
-from dora.consumers.schedule import learning_rate
 from dora.consumers.shares import Part, Place, describe_share, part_of, plan_update
 from dora.errors import PolicyError
 from dora.weights.tensors import weights_checksum
@@ -57,7 +57,6 @@ class Learner:
         ranks: Leader | Member | None = None,
     ) -> None:
         self._config = config
-        self._progress = progress
         self._loss = config.trainer.loss
         self._constant_length = self._loss.constant_length or config.rollout.max_new_tokens
         self._ranks = ranks
@@ -98,8 +97,20 @@ class Learner:
         if self.world == 1 and self._plain:
             # DeepSpeed would copy all gradients to and fro to add them up over a single rank.
             self._engine.enable_backward_allreduce = False
+        self._passes = Passes(
+            self._engine,
+            config,
+            self._device,
+            reference=self._reference,
+            base=self._base,
+            stage=self._stage,
+            plain=self._plain,
+            progress=progress,
+        )
         self._past = PastWeights(config.window.max_staleness)
+        self._streamed: Accumulation | None = None
         self.updates = 0
+        """Optimizer updates that the steps so far had room for: what the learning rate goes by."""
 
     def _order(self, kind: str, **content: Any) -> None:
         if self._leader is not None:
@@ -130,6 +141,11 @@ class Learner:
         leaves weights and optimizer state alone. Raises PolicyError when the gradient is infinite
         or no number, RankError when another rank is lost.
         """
+        if self._config.trainer.streamed:
+            self.begin(version)
+            for group in groups:
+                self.add(group)
+            return self.finish()
         parts = [list(chain(*part)) for part in self._split(groups)]
         plans = [
             plan_update(part, self._loss, self._budget, self._constant_length, self.world)
@@ -161,135 +177,102 @@ class Learner:
 
     def train(self, parts: Sequence[Part], version: int, mismatch: Mismatch) -> dict[str, float]:
         """Do this rank's parts of a step's optimizer updates; returns the metrics of all ranks."""
+        passes, sums = self._passes, LearningSums()
         with together(self._ranks):
             proximal: list[list[torch.Tensor]] | None = None
             if self._loss.importance_cap is not None and len(parts) > 1:
                 # The proximal policy is that of the step's start: score before the first update.
-                proximal = [[self._score(batch) for batch in part.batches] for part in parts]
-            sums = LearningSums()
-            if self._stage < 3:
-                self._past.keep(version, self._engine.module)
+                proximal = [[passes.score(batch) for batch in part.batches] for part in parts]
+            self._keep(version)
             for index, part in enumerate(parts):
-                rate = self._set_learning_rate()
-                observe = (part.samples, version, mismatch) if index == 0 else None
-                if part.batches:
-                    old = proximal[index] if proximal else None
-                    sums.norms.append(self._optimize(part.batches, old, sums, observe))
-                self.updates += 1
+                rate = passes.set_learning_rate(self.updates + index)
+                if not part.batches:
+                    continue
+                old = proximal[index] if proximal else None
+                for batch, losses, logprobs in in_order(passes, part.batches, old):
+                    if batch.weights.any():
+                        sums.loss += sums.add(losses, logprobs)
+                        if index == 0:
+                            drift_of(batch, logprobs, part.samples, version, mismatch)
+                sums.norms.append(passes.step(self.updates + index))
             self._reduce(sums, mismatch)
+        self.updates += self._config.trainer.updates_per_step
         metrics = {"learning_rate": rate} | sums.metrics(self._loss.kl_coefficient > 0)
         return metrics | mismatch.metrics()
+
+    def begin(self, version: int) -> None:
+        """Begin a streamed step; see `Learning`."""
+        left = self._streamed
+        if left is not None:
+            self._streamed = None
+            self._passes.drop()
+            if left.changed:
+                raise PolicyError(
+                    "a streamed step was left after it changed the weights",
+                    hint="Start the trainer again: it goes on from the last checkpoint.",
+                )
+        self._keep(version)
+        mismatch = Mismatch()
+        per_group = max(1, OBSERVED // self._config.window.groups_per_step)
+        observed: Counter[int] = Counter()
+
+        def observe(group: Sequence[Sample]) -> None:
+            known = [s for s in self._comparable(group, version) if observed[s.version] < OBSERVED]
+            observed.update(sample.version for sample in known[:per_group])
+            self._observe(known[:per_group], (), version, mismatch)
+
+        self._streamed = Accumulation(
+            self._passes,
+            self._config,
+            version=version,
+            update=self.updates,
+            mismatch=mismatch,
+            observe=observe,
+        )
+
+    def add(self, group: Sequence[Sample]) -> None:
+        """Compute on one group of the streamed step."""
+        if self._streamed is None:
+            raise PolicyError("a group is added to a streamed step that was not begun")
+        self._streamed.add(group)
+
+    def finish(self) -> dict[str, float]:
+        """End the streamed step; see `Learning`."""
+        streamed = self._streamed
+        if streamed is None:
+            raise PolicyError("a streamed step ends that was not begun")
+        metrics = streamed.finish()
+        self._streamed = None
+        self.updates += self._config.trainer.updates_per_step
+        version = streamed.version
+        threshold = self._config.task.success_threshold
+        return batch_metrics(streamed.samples, version, threshold) | metrics
+
+    def _keep(self, version: int) -> None:
+        if self._stage < 3:
+            self._past.keep(version, self._engine.module)
 
     @property
     def _budget(self) -> int:
         return self._config.trainer.max_tokens_per_micro_batch
 
-    def _set_learning_rate(self) -> float:
-        trainer = self._config.trainer
-        total = trainer.steps * trainer.updates_per_step
-        rate = learning_rate(trainer.optimizer, self.updates, total)
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
-
-    def _forward(self, module: Callable[..., torch.Tensor], batch: MicroBatch) -> torch.Tensor:
-        sampling = self._config.rollout
-        return module(
-            **model_inputs(batch, self._device),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-        )
-
-    def _score(
-        self, batch: MicroBatch, weights: dict[str, torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """Log-probabilities [N] under the current policy, or other `weights`; no gradient."""
-        module = self._engine if self._stage == 3 else self._engine.module
-
-        def with_weights(**inputs: object) -> torch.Tensor:
-            return torch.func.functional_call(module, weights, (), inputs)
-
-        with torch.no_grad():
-            scores = self._forward(module if weights is None else with_weights, batch)
-        self._progress()
-        return scores
-
-    def _terms(
-        self, batch: MicroBatch, logprobs: torch.Tensor, proximal: torch.Tensor | None
-    ) -> TokenTerms:
-        reference = None
-        if self._base is not None:
-            reference = self._score(batch, self._base)
-        elif self._reference is not None:
-            with torch.no_grad():
-                reference = self._forward(self._reference, batch)
-        if self._loss.importance_cap is not None and proximal is None:
-            proximal = logprobs.detach()
-        as_tensor = torch.from_numpy
-        return TokenTerms(
-            behaviour=as_tensor(batch.behaviour).to(self._device),
-            advantages=as_tensor(batch.advantages).to(self._device),
-            weights=as_tensor(batch.weights).to(self._device),
-            sequences=as_tensor(batch.rows).to(self._device),
-            proximal=proximal,
-            reference=reference,
-        )
-
-    def _optimize(
-        self,
-        share: Sequence[MicroBatch],
-        proximal: Sequence[torch.Tensor] | None,
-        sums: LearningSums,
-        observe: tuple[Mapping[int, Sample], int, Mismatch] | None,
-    ) -> float:
-        """One optimizer update over this rank's micro-batches; returns the gradient norm."""
-        for index, batch in enumerate(share):
-            self._engine.set_gradient_accumulation_boundary(index == len(share) - 1)
-            logprobs = self._forward(self._engine, batch)
-            old = None if proximal is None else proximal[index]
-            parts = policy_loss(logprobs, self._terms(batch, logprobs, old), self._loss)
-            # DeepSpeed averages over ranks; the weights already hold the whole batch's denominator.
-            self._engine.backward(parts.loss * self.world if self.world > 1 else parts.loss)
-            if batch.weights.any():
-                sums.add(parts, logprobs.detach())
-                if observe is not None:
-                    drift_of(batch, logprobs.detach(), *observe)
-            self._progress()
-        norm = self._clip() if self._plain else 0.0
-        self._check_finite(norm)
-        self._engine.step()
-        if not self._plain:
-            norm = float(self._engine.get_global_grad_norm() or 0.0)
-            self._check_finite(norm)
-        return norm
-
-    def _check_finite(self, norm: float) -> None:
-        """Stop before weights that are no numbers are published. float16 scales its loss and skips
-        such updates itself."""
-        if not math.isfinite(norm) and self._config.policy.dtype != "float16":
-            raise PolicyError(
-                f"the gradient of optimizer update {self.updates} is {norm}; nothing of this step "
-                "is published",
-                hint="Training diverged, or the model overflows. Lower "
-                "trainer.optimizer.learning_rate, or set trainer.loss.clip_dual and "
-                "trainer.loss.importance_cap; changed values need a new run.name.",
-            )
-
-    def _clip(self) -> float:
-        parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
-        limit = self._config.trainer.optimizer.gradient_clip
-        return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+    def _comparable(self, samples: Sequence[Sample], version: int) -> list[Sample]:
+        """Those whose weights, of a single version, are at hand at `version`."""
+        return [
+            sample
+            for sample in samples
+            if (sample.version == version or self._past.of(sample.version) is not None)
+            and sample.generated
+            and not sample.mixed
+        ]
 
     def _observe(
         self, samples: Sequence[Sample], probes: Sequence[Sample], version: int, mismatch: Mismatch
     ) -> None:
         """Compare engine and trainer on a few samples of each version whose weights are at hand."""
         chosen: dict[int, list[Sample]] = {}
-        for sample in samples:
-            known = sample.version == version or self._past.of(sample.version) is not None
-            if known and sample.generated:
-                chosen.setdefault(sample.version, []).append(sample)
+        for sample in self._comparable(samples, version):
+            chosen.setdefault(sample.version, []).append(sample)
         if not chosen and probes:
             chosen[version] = list(probes)
         for generated_by, all_of_it in sorted(chosen.items()):
@@ -297,7 +280,7 @@ class Learner:
             some = all_of_it[::stride][:OBSERVED]
             weights = None if generated_by == version else self._past.of(generated_by)
             for batch in micro_batches(some, self._budget):
-                scores = self._score(batch, weights)
+                scores = self._passes.score(batch, weights)
                 mismatch.add_own(scores.float().cpu().numpy() - batch.behaviour)
 
     def _reduce(self, sums: LearningSums, mismatch: Mismatch) -> None:
@@ -317,7 +300,7 @@ class Learner:
         temperature and truncation of the rollout included."""
         result: list[Floats] = [np.zeros(0, dtype=np.float32) for _ in samples]
         for batch in micro_batches(samples, self._budget):
-            scores = self._score(batch).float().cpu().numpy()
+            scores = self._passes.score(batch).float().cpu().numpy()
             for row, index in enumerate(batch.samples):
                 result[index] = scores[batch.rows == row]
         return result
@@ -392,16 +375,3 @@ class Learner:
         self._order("load", directory=str(directory.absolute()))
         with together(self._ranks):
             self.updates = learner_files.load(self._engine, directory, self.world, self._stage)
-
-
-def drift_of(
-    batch: MicroBatch,
-    logprobs: torch.Tensor,
-    samples: Mapping[int, Sample],
-    version: int,
-    mismatch: Mismatch,
-) -> None:
-    """Add the differences (trainer now - engine then) of a micro-batch's older samples."""
-    older = np.array([samples[i].version != version for i in batch.samples])[batch.rows]
-    differences = logprobs.float().cpu().numpy() - batch.behaviour
-    mismatch.add_older(differences[older])

@@ -4,13 +4,14 @@ Invariant: every mean is a sum over tokens divided by their number, so it does n
 batch was cut.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from dora.consumers.batches import MicroBatch, Sample
 from dora.consumers.losses import LossParts
 
 
@@ -25,16 +26,16 @@ class LearningSums:
     tokens: float = 0.0
     norms: list[float] = field(default_factory=list)
 
-    def add(self, parts: LossParts, logprobs: torch.Tensor) -> None:
-        """Add one micro-batch."""
+    def add(self, parts: LossParts, logprobs: torch.Tensor) -> float:
+        """Add one micro-batch, without its loss, which is returned."""
         sums = torch.stack(
             [parts.loss.detach().float(), parts.clipped.float(), parts.kl, -logprobs.sum()]
         ).tolist()
-        self.loss += sums[0]
         self.clipped += sums[1]
         self.kl += sums[2]
         self.surprise += sums[3]
         self.tokens += len(logprobs)
+        return float(sums[0])
 
     def pack(self) -> list[float]:
         """The sums, for adding up over ranks; norms are equal on all ranks already."""
@@ -118,3 +119,18 @@ class Mismatch:
         if self.older_tokens:
             result["logprob_drift_mean"] = self.older_sum / self.older_tokens
         return result
+
+
+def drift_of(
+    batch: MicroBatch,
+    logprobs: torch.Tensor,
+    samples: Mapping[int, Sample],
+    version: int,
+    mismatch: Mismatch,
+) -> None:
+    """Add the differences (trainer now - engine then) of a micro-batch's older samples, those of
+    several versions left out."""
+    chosen = [samples[i] for i in batch.samples]
+    older = np.array([s.version != version and not s.mixed for s in chosen])[batch.rows]
+    differences = logprobs.float().cpu().numpy() - batch.behaviour
+    mismatch.add_older(differences[older])

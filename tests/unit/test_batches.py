@@ -7,11 +7,14 @@ from dora.config_training import LossSection, OptimizerSection
 from dora.consumers.batches import (
     MicroBatch,
     Sample,
+    denominator,
+    ends_part,
     group_samples,
     micro_batches,
     pack,
     split_groups,
     token_weights,
+    unit_weights,
 )
 from dora.consumers.schedule import learning_rate
 from dora.consumers.shares import part_of, plan_update
@@ -161,10 +164,48 @@ def test_a_micro_batch_points_at_the_logits_that_predict_each_generated_token() 
     ]
 
 
-def test_groups_divide_into_equal_updates() -> None:
+@pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
+def test_weights_without_the_denominator_are_those_of_the_batch_once_divided(
+    normalization: str,
+) -> None:
+    samples = [sample(8, 3), sample(10, 5, truncated=True), sample(6, 2, advantage=0.0)]
+    for masked in (False, True):
+        settings = LossSection(normalization=normalization, mask_overlong=masked)
+        divided = np.array(unit_weights(samples, settings, 16)) / denominator(samples, settings)
+        assert divided == pytest.approx(token_weights(samples, settings, 16))
+
+
+def test_groups_divide_into_nearly_equal_updates() -> None:
     assert split_groups([1, 2, 3, 4], 2) == [[1, 2], [3, 4]]
+    assert split_groups([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]]
+    assert split_groups([1], 2) == [[1]]
     with pytest.raises(ValueError, match="do not divide"):
-        split_groups([1, 2, 3], 2)
+        split_groups([], 2)
+
+
+def streamed_parts(tokens: list[int], updates: int, most: int, budget: int | None) -> list[int]:
+    sizes, part, seen = [0], 0, 0
+    for count, each in enumerate(tokens, 1):
+        sizes[-1] += 1
+        seen += each
+        if ends_part(part, updates, (count, most), (seen, budget)):
+            sizes.append(0)
+            part += 1
+    return [size for size in sizes if size]
+
+
+def test_a_streamed_step_has_the_same_optimizer_batches_as_a_whole_one() -> None:
+    for updates in (1, 2, 3):
+        whole_parts = [len(part) for part in split_groups(range(6), updates)]
+        assert streamed_parts([1] * 6, updates, 6, None) == whole_parts
+
+
+def test_a_streamed_step_with_a_budget_ends_a_part_at_its_share_of_the_tokens() -> None:
+    assert streamed_parts([10, 10, 10, 10], 2, 6, 40) == [2, 2]
+    assert streamed_parts([30, 5, 5], 2, 6, 40) == [1, 2]
+    assert streamed_parts([5, 5, 5, 30], 2, 6, 40) == [3, 1]
+    assert streamed_parts([50], 2, 6, 40) == [1]
+    assert streamed_parts([50, 1, 1], 3, 6, 40) == [1, 1, 1]
 
 
 def test_the_learning_rate_warms_up_and_decays() -> None:

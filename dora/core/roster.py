@@ -125,6 +125,7 @@ class Roster:
         switched = member.status.loading != -1 and status.loading == -1
         if status.version != member.status.version:
             member.settled_at = now
+            member.leaving = False  # it has left
         member.status = status
         member.heard_at = now
         member.confirmed = member.confirmed or live

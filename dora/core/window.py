@@ -35,10 +35,11 @@ That is the claim for `n + 1`. For `j = n - K` nothing is left: no group expires
 
 No deadlock: let all outstanding groups be finished and seen. If there are `B` or more, the `B`
 oldest may be taken, since by the claim `F(j, n) - B <= (j + K - n) * B` are left. If there are
-fewer and their tokens reach the budget, all of them may, once a group has started under `n`, which
-needs no tokens to spare. If they do not, fewer than `U` tokens and `B` groups are outstanding, so
-another may start, provided `K * B + s >= B`: with a token budget `K` must be 1 or more. (At `K = 0`
-a step has to train whatever was started before it commits, so it cannot end early.)
+fewer and their tokens reach the budget, all of them may, once a group has started under `n`: one
+may always start, unless `K * B + s` are outstanding, and then there are `B`. If the tokens do not
+reach the budget, fewer than `U` tokens and `B` groups are outstanding, so another may start,
+provided `K * B + s >= B`: with a token budget `K` must be 1 or more. (At `K = 0` a step has to
+train whatever was started before it commits, so it cannot end early.)
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -93,10 +94,12 @@ class Window:
         says whether a group has started under the newest version.
         """
         groups = min(self.capacity, steps_left * self.groups_per_step) - outstanding
-        if self.tokens_per_step is not None and tokens_per_group > 0:
-            budget = min(self.max_staleness + 1, steps_left) * self.tokens_per_step
-            room = ceil((budget - expected_tokens) / tokens_per_group)
-            groups = min(groups, room if opened else max(room, 1))
+        if self.tokens_per_step is not None:
+            if tokens_per_group > 0:
+                budget = min(self.max_staleness + 1, steps_left) * self.tokens_per_step
+                groups = min(groups, ceil((budget - expected_tokens) / tokens_per_group))
+            if not opened and steps_left > 0:
+                groups = max(groups, min(1, self.capacity - outstanding))
         return max(0, groups)
 
     def admits(self, outstanding: int) -> bool:
@@ -165,7 +168,11 @@ def pick_batch(
     if first is None:
         return lacking(window, pool)
     if first < size and known_to is not None and known_to < newest:
-        return unsure(newest)
+        if not full(window, outstanding):
+            return unsure(newest)
+        if len(pool) < size:
+            return lacking(window, pool)
+        first = size
     most = min(size, len(pool))
     left: Blocked | None = None
     for count in range(first, most + 1):
@@ -226,6 +233,11 @@ def lacking(window: Window, pool: Sequence[Candidate]) -> Blocked:
     return Blocked(
         f"{count} of at most {size} groups finished, with {tokens} of {budget} tokens", None
     )
+
+
+def full(window: Window, outstanding: Mapping[int, int]) -> bool:
+    """Whether no group can start, so that nothing more can be learned of older ones."""
+    return sum(outstanding.values()) >= window.capacity
 
 
 def unsure(newest: int) -> Blocked:

@@ -193,8 +193,7 @@ class ScheduleBench:
         broken = dict(audit.violations)
         mixed = broken.pop("mixed_version") if plan.variant.kind == "partial" else 0
         scale = self.workload.time_scale
-        ideal = self.workload.preset.ideal_seconds(measures.tokens)
-        ideal += self.workload.training_seconds_per_token * measures.tokens
+        ideal = self.workload.work.ideal_seconds(measures.tokens)
         result = RunResult(
             schedule, repeat, plan.rollout, measures, ideal, followed.processor_share,
             sum(broken.values()), mixed,

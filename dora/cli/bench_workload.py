@@ -12,10 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dora.cli.options import ConfigSource
+from dora.cli.simulate_workload import config_workload as simulated_workload
 from dora.config import Config
 from dora.config_file import KafkaOverrides, load_config
 from dora.consumers.schedule_measures import Emulation
 from dora.core.cluster_presets import Preset, ScheduleVariant, preset_named, schedule_variant
+from dora.core.simulation_cases import Impossible, check
+from dora.core.simulation_cases import Workload as Work
 from dora.errors import UsageError
 
 CHUNK_TOKENS = 512
@@ -84,11 +87,15 @@ publish_seconds = {publish_seconds}
 class Workload:
     """Devices and work of a bench, and the configuration file that says so."""
 
-    preset: Preset
+    work: Work
     path: Path
     sets: tuple[str, ...]
     time_scale: float
-    training_seconds_per_token: float = 0.0
+
+    @property
+    def preset(self) -> Preset:
+        """The devices and the work of a step."""
+        return self.work.preset
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +145,8 @@ def preset_workload(
     workload = config_workload(path, sets, kafka, time_scale)
     named = replace(workload.preset, name=name, description=preset.description)
     known = replace(named, splits=preset.splits)
-    return replace(workload, preset=known if known == preset else named)
+    work = replace(workload.work, preset=known if known == preset else named)
+    return replace(workload, work=work)
 
 
 def config_workload(
@@ -159,32 +167,8 @@ def config_workload(
             f"{path}: rollout.emulated.time_scale = 0 waits for nothing, so nothing is measured",
             hint="Give --time-scale.",
         )
-    synthetic = config.task.kind == "synthetic"
-    preset = Preset(
-        name=config.run.name,
-        description=str(path),
-        devices=rollout.workers,
-        training_seconds=trainer.emulated.step_seconds,
-        groups_per_step=config.window.groups_per_step,
-        group_size=config.window.group_size,
-        slots=rollout.capacity,
-        prompt_tokens=(
-            config.task.synthetic_prompt_tokens if synthetic else config.task.max_prompt_tokens
-        ),
-        max_new_tokens=rollout.max_new_tokens,
-        length_mean=device.length_mean,
-        length_sigma=device.length_sigma if device.length == "lognormal" else 0.0,
-        length_prompt_share=device.length_prompt_share,
-        iteration_seconds=device.iteration_seconds,
-        iteration_seconds_per_sequence=device.iteration_seconds_per_sequence,
-        iteration_seconds_per_context_token=device.iteration_seconds_per_context_token,
-        prefill_seconds_per_token=device.prefill_seconds_per_token,
-        kv_cache_tokens=device.kv_cache_tokens,
-        load_seconds=device.load_seconds,
-        publish_seconds=trainer.emulated.publish_seconds,
-        speeds=device.speeds,
-    )
-    return Workload(preset, path, tuple(sets), scale, trainer.emulated.seconds_per_token)
+    work = simulated_workload(path, sets)
+    return Workload(work, path, tuple(sets), scale)
 
 
 def plans(
@@ -192,10 +176,10 @@ def plans(
 ) -> list[Plan]:
     """A plan for each schedule, for runs of which `steps` are measured.
 
-    `split` is `auto`, the best known rollout share of each schedule, or a number of devices.
+    `split` is a number of devices, or `auto`: the best known rollout share of each schedule, or
+    where none is known, that at which full batches keep pace with training.
     Without `warmup` each schedule gets the steps after which its window is full: one for `sync`,
-    K + 2 for the others. UsageError for what is no schedule and for splits that leave nothing to
-    train or to generate on.
+    K + 2 for the others. UsageError for what is no schedule and for what can never run.
     """
     found: list[Plan] = []
     for text in schedules:
@@ -216,9 +200,13 @@ def _plan(
         warmup = 1 if variant.kind == "sync" else variant.max_staleness + 2
     preset = workload.preset
     rollout = preset.devices if variant.colocated else _rollout(preset, variant, split)
+    try:
+        check(workload.work, variant, rollout)
+    except Impossible as error:
+        raise UsageError(f"{variant.name} can never run: {error}") from None
     share = 1.0 if variant.colocated else preset.devices / (preset.devices - rollout)
     seconds = preset.training_seconds * share
-    per_token = workload.training_seconds_per_token * share
+    per_token = workload.work.training_seconds_per_token * share
     # Towards its end a run starts no group that would not be trained any more: what is measured
     # must lie before that.
     last = warmup + steps + variant.max_staleness

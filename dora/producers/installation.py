@@ -48,13 +48,27 @@ class Installer:
         self._cache = cache
         self._tolerance = tolerance
         self._clock = clock
+        self._hosted: dict[int, Installed] = {}
+        """How the versions went in that an engine of many versions hosts."""
 
     def install(self, policy: Policy) -> Installed:
-        """Makes the engine host `policy`.
+        """Makes the engine host `policy`. One of several that are hosted already is left as it is:
+        its requests may be running.
 
         Raises WeightsError if the files are not what was announced, and CanaryError, with the
         numbers, if even a fresh engine (or adapter) disagrees with the trainer.
         """
+        if self._engine.hosts_many:
+            versions = self._engine.versions
+            self._hosted = {v: how for v, how in self._hosted.items() if v in versions}
+            if policy.version in self._hosted:
+                return self._hosted[policy.version]
+        installed = self._install(policy)
+        if self._engine.hosts_many:
+            self._hosted[policy.version] = installed
+        return installed
+
+    def _install(self, policy: Policy) -> Installed:
         started = self._clock()
         directory = self._store.fetch(policy, self._cache)
         what = "adapter" if self._engine.hosts_many else "engine"

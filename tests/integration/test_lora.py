@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from dora.errors import CanaryError, DoraError, WeightsError
+from dora.errors import CanaryError, DoraError, PolicyError, WeightsError
 from dora.producers.engines.base import Delta, Request, Sampling
 from dora.producers.engines.vllm import VllmEngine
 from dora.producers.engines.vllm_adapters import VllmAdapterEngine
@@ -266,6 +266,10 @@ def test_each_adapter_passes_its_canary_and_a_wrong_one_is_not_hosted(
     policy = published(store, 2, adapters[2], right)
     installed = installer.install(policy)
     assert installed.canary.max_difference < TOLERANCE and not installed.fresh_engine
+    engine.add(request("b", 2))
+    assert installer.install(policy) is installed, "it runs: ordered twice, it is left alone"
+    engine.abort("b")
+    engine.unload(2)
     update = engine._add
     attempts = iter([adapters[4]])
     # what is simulated: vLLM reports success and holds another adapter
@@ -277,6 +281,11 @@ def test_each_adapter_passes_its_canary_and_a_wrong_one_is_not_hosted(
         installer.install(published(store, 3, adapters[3], right))
     assert engine.versions == {0, 1}
     assert drain(engine)["a"].finish_reason == "length"
+
+
+def test_a_rank_that_vllm_does_not_serve_is_refused(tiny_model_dir: Path) -> None:
+    with pytest.raises(PolicyError, match=r"policy\.lora\.rank = 513 is more than vLLM serves"):
+        VllmAdapterEngine(tiny_model_dir, rank=513, adapters=3, capacity=16, max_model_len=128)
 
 
 def test_a_failure_of_vllm_ends_what_runs_and_all_versions_are_hosted_again(

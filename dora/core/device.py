@@ -158,6 +158,8 @@ class Device:
         self._reach(now)
         waiting = self._waiting.pop(name, None)
         if waiting is not None:
+            if self._epoch is not None and len(self._running) < self.capacity:
+                self._change()  # it may have kept those behind it from joining
             return waiting.position
         sequence = self._running[name]
         position = self._position(sequence, self._done())
@@ -212,6 +214,10 @@ class Device:
         self._reach(now)
         reports, self._reports = self._reports, []
         return reports
+
+    def advance_to(self, now: float) -> None:
+        """Let time pass until `now`; what happens meanwhile is told by the next `advance`."""
+        self._reach(now)
 
     def _reach(self, now: float) -> None:
         if self._paused_at is None:

@@ -95,7 +95,7 @@ class InHand:
         starts the trajectory elsewhere, once its chunks are safe.
 
         One that was interrupted by versions (`partial`) is found in the chunks only."""
-        self._engine.abort(attempt.command.trajectory_id)
+        self._abort(attempt)
         self._output.chunk(attempt, last=True)
         del self._attempts[attempt.command.trajectory_id]
         if move and len(attempt.runs) <= 1:
@@ -104,8 +104,16 @@ class InHand:
 
     def interrupt(self, attempt: Attempt) -> None:
         """Take an attempt out of its engine; its next tokens are of another version."""
-        self._engine.abort(attempt.command.trajectory_id)
+        self._abort(attempt)
         self._output.chunk(attempt, cut=True)
+
+    def _abort(self, attempt: Attempt) -> None:
+        """Take an attempt out of its engine, with all that was generated."""
+        rest = self._engine.unreported(attempt.command.trajectory_id)
+        if rest is not None:
+            attempt.take(rest, self._now_ms())
+            self._reporter.count("tokens_total", len(rest.token_ids))
+        self._engine.abort(attempt.command.trajectory_id)
 
     def hand_back_stalled(self, limit: float) -> None:
         """Take back what its engine seems to have forgotten for `limit` seconds, so that it is

@@ -346,6 +346,7 @@ class Worker:
         self._in_hand.confirm()
         self._reporter.metrics["scoring"] = float(self._in_hand.scoring)
         self._reporter.metrics["kv_used_share"] = self.engine.memory_used
+        self._reporter.metrics.update(self.engine.metrics)
         self._reporter.send(
             version=self.engine.version,
             versions=self._hosting.versions,

@@ -121,7 +121,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None, report_multiple_bugs=False)
 @given(spec=specs, capacity=st.integers(1, 5), steps=actions)
 def test_the_device_does_what_a_loop_over_iterations_does(spec, capacity, steps) -> None:
     device, loop = Device(spec, capacity), Loop(spec, capacity)

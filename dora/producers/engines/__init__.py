@@ -6,12 +6,12 @@ Invariant: nothing heavy is imported here; vLLM comes in only when an engine of 
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 from dora.config import Config
 from dora.producers.engines.base import Delta, Engine, FinishReason, Request, Sampling
-from dora.producers.engines.emulated import EmulatedEngine, EmulatedSpec
+from dora.producers.engines.emulated import EmulatedEngine
+from dora.producers.engines.emulated_spec import emulated_spec
 from dora.weights.models import model_directory
 
 __all__ = ["Delta", "Engine", "FinishReason", "Request", "Sampling", "create_engine"]
@@ -32,15 +32,14 @@ def create_engine(
     """
     rollout = config.rollout
     if rollout.engine == "emulated":
-        section = rollout.emulated
-        spec = EmulatedSpec(
-            **{field.name: getattr(section, field.name) for field in fields(EmulatedSpec)}
-        )
         return EmulatedEngine(
-            spec,
+            emulated_spec(config, worker),
             capacity=rollout.capacity,
             max_model_len=config.max_model_len,
             seed=config.run.seed,
+            report_every=rollout.chunk_tokens,
+            waits=False,
+            hosts_many=config.policy.lora is not None,
             clock=clock,
             sleep=sleep,
         )

@@ -68,8 +68,8 @@ class Delta:
     """
 
     request_id: str
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
 
@@ -100,6 +100,17 @@ class Engine(ABC):
     def due(self) -> float:
         """Seconds until `step` has something to report; 0 where only `step` can tell."""
         return 0.0
+
+    def unreported(self, request_id: str) -> Delta | None:
+        """What was generated for a request since its last delta, and counts as reported now; None
+        if that is nothing. For engines that do not report every token at once: who aborts a
+        request asks before."""
+        return None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Further figures for the worker's status, by their names there."""
+        return {}
 
     @property
     def memory_used(self) -> float:

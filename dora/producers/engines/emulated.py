@@ -1,70 +1,58 @@
 """An accelerator that is only a clock: the timing of decoding, without a language model.
 
-Invariant: what a request yields depends on the engine's seed, the request's id and its sampling
-limits alone, never on the clock, on the batch, on the version or on the worker. Hence a request
-that is resumed elsewhere under the same id goes on exactly as it would have: same tokens, same
-total length. `Sampling.seed` plays no part, since it may differ between attempts.
+Invariant: what a request yields depends on the engine's seed, the request's id, its prompt and its
+sampling limits alone, never on the clock, on the batch, on the version or on the worker. Hence a
+request that is resumed elsewhere under the same id goes on exactly as it would have: same tokens,
+same total length. `Sampling.seed` plays no part, since it may differ between attempts.
 
-The latency model is that of the project's reference simulations: one iteration over a batch of `n`
-sequences takes `base + n * per_sequence` seconds and yields one token for each; prompts are read at
-a fixed time per token. There are no weights: `load` takes its time, and every log-probability is
-that of the uniform distribution over the vocabulary, in `step` and in `score` alike. A trainer that
-publishes `-log(vocabulary)` as its canary passes; other canaries need an infinite tolerance.
+The timing is that of `dora.core.device`, in real time: the device goes on beside its driver,
+however late that comes to ask, and `late_share` says how much came too late. There are no weights:
+`load` takes its time, and every log-probability is that of the uniform distribution over the
+vocabulary, in `step` and in `score` alike. A trainer that publishes `-log(vocabulary)` as its
+canary passes; other canaries need an infinite tolerance.
 """
 
 import json
 import math
-import statistics
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
-from typing import Literal
+from zlib import crc32
 
+from dora.core.device import Device, Progress
 from dora.errors import DoraError, WeightsError
-from dora.producers.engines.base import Delta, Engine, Request, complete, refusal, resumed_seed
+from dora.producers.engines.base import Delta, Engine, FinishReason, Request, complete, refusal
+from dora.producers.engines.emulated_spec import EmulatedSpec
+from dora.producers.engines.emulated_tokens import Lateness, Noise
 
+__all__ = ["EmulatedEngine", "EmulatedSpec", "vocabulary_of"]
 
-@dataclass(frozen=True, slots=True)
-class EmulatedSpec:
-    """Times in seconds of the emulated device; lengths in tokens.
-
-    `length` names the distribution of response lengths: `fixed` is always `length_mean`, `uniform`
-    runs from 1 to `2 * length_mean - 1`, `lognormal` has the mean `length_mean` and the standard
-    deviation `length_sigma` of its logarithm. All are cut to [1, max_new_tokens]. `time_scale`
-    turns emulated into real seconds; 0 does not wait.
-    """
-
-    iteration_seconds: float = 0.024
-    iteration_seconds_per_sequence: float = 0.0001
-    prefill_seconds_per_token: float = 0.00001
-    load_seconds: float = 0.5
-    length: Literal["fixed", "uniform", "lognormal"] = "lognormal"
-    length_mean: float = 64.0
-    length_sigma: float = 1.0
-    time_scale: float = 1.0
+WAIT_SECONDS = 1.0
+"""Longest time that `due` names: by then something else may have come up."""
+_ROUNDING = 1e-9
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """A request in progress: `position` response tokens exist, of `total` in all."""
-
     request: Request
-    seed: int
-    position: int
     total: int
     ends_with_stop: bool
-    prefilled: bool = False
+    reported: int
+    added: float
+    version: int
 
 
 class EmulatedEngine(Engine):
-    """The latency model behind the interface of a real engine.
+    """Serves requests with the timing of `spec`; see the module.
 
-    `clock` (seconds, monotonic) and `sleep` are passed in, so that tests run in virtual time. Steps
-    keep a schedule: what the caller does between two steps overlaps with the next iteration, up to
-    its length, as on a device that computes beside its driver. Without `vocabulary`, the number of
-    tokens is that of the config.json in the loaded directory.
+    Tokens are reported when a response's length is a multiple of `report_every`, and at its end.
+    `waits` makes `step` and `load` sleep until there is something to report, as an engine that
+    computes would; otherwise they return at once, `due` tells when to come again, and what is added
+    after a `load` starts when that is over. Without `vocabulary`, the number of tokens is that of
+    the config.json in the loaded directory. With `hosts_many` a version is loaded beside the
+    others, while these go on.
     """
 
     name = "emulated"
@@ -77,6 +65,9 @@ class EmulatedEngine(Engine):
         max_model_len: int,
         vocabulary: int | None = None,
         seed: int = 0,
+        report_every: int = 1,
+        waits: bool = True,
+        hosts_many: bool = False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -84,21 +75,58 @@ class EmulatedEngine(Engine):
         self.version: int | None = None
         self.vocabulary = vocabulary or 0
         self.max_model_len = max_model_len
+        self.hosts_many = hosts_many
         self._given_vocabulary = vocabulary
         self._seed = seed
         self._spec = spec
+        self._lengths = spec.lengths()
+        self._report_every = report_every
+        self._waits = waits
         self._clock = clock
         self._sleep = sleep
+        self._origin = clock()
+        self._virtual = 0.0
+        self._device = Device(spec.device(), capacity)
+        self._noise = Noise(seed)
+        self._lateness = Lateness()
         self._sequences: dict[str, _Sequence] = {}
+        self._held: dict[str, _Sequence] = {}  # until their version is loaded
+        self._progress: list[Progress] = []
         self._finished: list[Delta] = []
-        self._busy_until = clock()
+        self._ready_at: dict[int, float] = {}
+
+    @property
+    def versions(self) -> frozenset[int]:
+        """Versions that requests can be added for."""
+        return frozenset(self._ready_at)
+
+    @property
+    def memory_used(self) -> float:
+        """Share of the key-value cache in use; 0 where it has no limit."""
+        self._device.advance_to(self._now())
+        return self._device.memory_used
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """See `Engine.metrics`."""
+        return {
+            "emulation_late_share": self.late_share,
+            "preemptions_total": float(self._device.preemptions),
+        }
+
+    @property
+    def late_share(self) -> float:
+        """Time for which ended responses were not asked for, as a share of the time that they took:
+        how much the driver, not the device, held up the work. 0 where time is not real."""
+        return self._lateness.share
 
     def load(self, directory: Path, version: int) -> None:
         """Take the time of an update; of the directory only config.json may be read.
 
-        Raises `DoraError` while requests run, `WeightsError` where the vocabulary is not known.
+        Raises `DoraError` while requests run (unless `hosts_many`), `WeightsError` where the
+        vocabulary is not known.
         """
-        if self._sequences:
+        if self._sequences and not self.hosts_many:
             raise DoraError(
                 f"weights of version {version} cannot be loaded while {len(self._sequences)} "
                 "requests run",
@@ -106,18 +134,34 @@ class EmulatedEngine(Engine):
             )
         if self._given_vocabulary is None:
             self.vocabulary = vocabulary_of(directory)
-        self._spend(self._spec.load_seconds)
-        self.version = version
+        now = self._now()
+        if self.hosts_many:
+            self._ready_at[version] = now + self._spec.load_seconds
+            self.version = max(self._ready_at)
+        else:
+            self._device.load(now)
+            self._ready_at = {version: now}
+            self.version = version
+        if self._waits:
+            self._spend(self._spec.load_seconds)
+
+    def unload(self, version: int) -> None:
+        """Forget a version; see `Engine.unload`."""
+        users = sum(s.version == version for s in self._sequences.values())
+        if users:
+            raise DoraError(f"version {version} cannot be unloaded: {users} requests of it run")
+        self._ready_at.pop(version, None)
+        self.version = max(self._ready_at, default=None)
 
     def restart(self, directory: Path, version: int) -> None:
         """Forget all requests, then `load`."""
-        self._sequences.clear()
-        self._finished.clear()
+        self.close()
+        self._ready_at.clear()
         self.load(directory, version)
 
     def score(self, token_ids: Sequence[int], version: int | None = None) -> list[float]:
         """`-log(vocabulary)` for each token after the first: there are no weights."""
-        self._check_ready()
+        self._check_ready(version)
         return [-math.log(self.vocabulary)] * max(0, len(token_ids) - 1)
 
     def add(self, request: Request) -> None:
@@ -125,7 +169,7 @@ class EmulatedEngine(Engine):
         name = request.request_id
         if name in self._sequences:
             raise DoraError(f"request {name} runs already")
-        self._check_ready()
+        version = self._check_ready(request.version)
         reason = refusal(request, self.vocabulary, self.max_model_len)
         if reason is not None:
             self._finished.append(Delta(name, finish_reason="error", error=reason))
@@ -134,36 +178,79 @@ class EmulatedEngine(Engine):
         if ended is not None:
             self._finished.append(Delta(name, finish_reason=ended))
             return
-        seed = self._seed_of(request)
-        drawn = self._draw_length(seed)
+        prompt = ""
+        if self._lengths.prompt_share > 0:
+            prompt = f"{crc32(array('i', request.prompt).tobytes()):08x}"
+        drawn = self._lengths.draw(self._seed, name, prompt)
         room = self.max_model_len - len(request.prompt)
         total = min(drawn, request.sampling.max_new_tokens, room)
         # A prefix that outgrew the drawn length (made elsewhere) ends with the next token.
         total = max(total, len(request.prefix) + 1)
+        cache = self._spec.kv_cache_tokens
+        if cache is not None and len(request.prompt) + total > cache:
+            reason = (
+                f"it grows to {len(request.prompt) + total} tokens, but the key-value cache holds "
+                f"{cache}"
+            )
+            self._finished.append(Delta(name, finish_reason="error", error=reason))
+            return
         ends = drawn <= total and bool(request.sampling.stop_token_ids)
-        self._sequences[name] = _Sequence(request, seed, len(request.prefix), total, ends)
+        now = self._now()
+        sequence = _Sequence(request, total, ends, len(request.prefix), now, version)
+        self._sequences[name] = sequence
+        if self._ready_at[version] > now:
+            self._held[name] = sequence
+        else:
+            self._start(sequence, now)
 
     def abort(self, request_id: str) -> None:
         """Drop a request; see `Engine.abort`."""
-        self._sequences.pop(request_id, None)
+        if self._sequences.pop(request_id, None) is not None:
+            self._held.pop(request_id, None)
+            now = self._now()
+            self._progress += self._device.advance(now)
+            if self._device.holds(request_id):
+                self._device.abort(request_id, now)
+            self._progress = [each for each in self._progress if each.name != request_id]
         self._finished = [delta for delta in self._finished if delta.request_id != request_id]
 
+    def unreported(self, request_id: str) -> Delta | None:
+        """What was generated since the last report; see `Engine.unreported`."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or request_id in self._held:
+            return None
+        self._device.advance_to(self._now())
+        position = sequence.total - 1  # one that has ended is still to be reported by `step`
+        if self._device.holds(request_id):
+            position = self._device.position(request_id)
+        return self._delta(sequence, position) if position > sequence.reported else None
+
+    def pause(self) -> None:
+        """See `Engine.pause`."""
+        self._device.pause(self._now())
+
+    def resume(self) -> None:
+        """See `Engine.resume`."""
+        self._device.resume(self._now())
+
+    def due(self) -> float:
+        """Seconds until `step` has something to report or to do; at most `WAIT_SECONDS`."""
+        if self._finished or self._progress:
+            return 0.0
+        event = self._next_event()
+        if self._spec.time_scale == 0:
+            return 0.0 if event < math.inf else WAIT_SECONDS
+        return min(max(0.0, (event - self._now()) * self._spec.time_scale), WAIT_SECONDS)
+
     def step(self) -> list[Delta]:
-        """One token for each of the first `capacity` requests, after one iteration's time."""
+        """Report what has been generated; with `waits`, at least once something has."""
         deltas, self._finished = self._finished, []
-        batch = list(self._sequences.values())[: self.capacity]
-        if not batch:
-            return deltas
-        seconds = self._spec.iteration_seconds + self._spec.iteration_seconds_per_sequence * len(
-            batch
-        )
-        for sequence in batch:
-            if not sequence.prefilled:
-                sequence.prefilled = True
-                tokens = len(sequence.request.prompt) + len(sequence.request.prefix)
-                seconds += self._spec.prefill_seconds_per_token * tokens
-        self._spend(seconds)
-        deltas.extend(self._grow(sequence) for sequence in batch)
+        deltas += self._reports()
+        while self._waits and not deltas and self._sequences and not self._device.paused:
+            seconds = self.due()
+            if seconds > 0:
+                self._sleep(seconds + _ROUNDING)
+            deltas += self._reports()
         return deltas
 
     @property
@@ -173,56 +260,90 @@ class EmulatedEngine(Engine):
 
     def close(self) -> None:
         """Forget all requests."""
-        self._sequences.clear()
-        self._finished.clear()
+        now = self._now()
+        for name in self._sequences:
+            if self._device.holds(name):
+                self._device.abort(name, now)
+        self._device.advance(now)
+        for kept in (self._sequences, self._held, self._progress, self._finished):
+            kept.clear()
 
-    def _grow(self, sequence: _Sequence) -> Delta:
-        name = sequence.request.request_id
-        stops = sequence.request.sampling.stop_token_ids
-        last = sequence.position + 1 == sequence.total
-        logprobs = (-math.log(self.vocabulary),)
-        if last and sequence.ends_with_stop:
-            token = stops[0]
-        else:
-            token = _token(sequence.seed, sequence.position, self.vocabulary, stops)
-        sequence.position += 1
-        if not last:
-            return Delta(name, (token,), logprobs)
-        del self._sequences[name]
-        ended: Literal["stop", "length"] = "stop" if sequence.ends_with_stop else "length"
-        return Delta(name, (token,), logprobs, ended)
+    def _start(self, sequence: _Sequence, now: float) -> None:
+        request = sequence.request
+        self._device.add(
+            request.request_id,
+            len(request.prompt),
+            sequence.reported,
+            sequence.total,
+            now,
+            report_every=self._report_every,
+        )
 
-    def _check_ready(self) -> None:
+    def _next_event(self) -> float:
+        held = (self._ready_at[sequence.version] for sequence in self._held.values())
+        return min(self._device.next_event(), min(held, default=math.inf))
+
+    def _reports(self) -> list[Delta]:
+        if self._spec.time_scale == 0 and (event := self._next_event()) < math.inf:
+            self._virtual = max(self._virtual, event)
+        now = self._now()
+        ready = [s for s in self._held.values() if self._ready_at[s.version] <= now]
+        for sequence in ready:
+            del self._held[sequence.request.request_id]
+            self._start(sequence, now)
+        self._progress += self._device.advance(now)
+        last = {progress.name: progress for progress in self._progress}
+        self._progress.clear()
+        return [self._report(progress, now) for progress in last.values()]
+
+    def _report(self, progress: Progress, now: float) -> Delta:
+        sequence = self._sequences[progress.name]
+        if not progress.finished:
+            return self._delta(sequence, progress.position)
+        del self._sequences[progress.name]
+        if self._spec.time_scale > 0:
+            self._lateness.add(now - progress.time, progress.time - sequence.added, now)
+        return self._delta(
+            sequence, progress.position, "stop" if sequence.ends_with_stop else "length"
+        )
+
+    def _delta(
+        self, sequence: _Sequence, position: int, ended: FinishReason | None = None
+    ) -> Delta:
+        request = sequence.request
+        stops = request.sampling.stop_token_ids
+        tokens = self._noise.tokens(
+            request.request_id, sequence.reported, position, self.vocabulary, stops
+        )
+        if ended == "stop":
+            tokens[-1] = stops[0]
+        count = position - sequence.reported
+        sequence.reported = position
+        return Delta(
+            request.request_id, tokens, self._noise.logprobs(count, self.vocabulary), ended
+        )
+
+    def _check_ready(self, version: int | None) -> int:
         if self.version is None:
             raise DoraError("the engine was never started", hint="Load or restart it first.")
+        if version is None or not self.hosts_many:
+            return self.version
+        if version not in self._ready_at:
+            hosted = ", ".join(str(each) for each in sorted(self._ready_at))
+            raise DoraError(f"version {version} is not hosted; hosted are {hosted}")
+        return version
 
-    def _seed_of(self, request: Request) -> int:
-        name = f"{self._seed}:{request.request_id}".encode()
-        return int.from_bytes(blake2b(name, digest_size=7).digest(), "little")
-
-    def _draw_length(self, seed: int) -> int:
-        spec = self._spec
-        share = (resumed_seed(seed, 0x4C454E) % (2**53) + 0.5) / 2**53
-        if spec.length == "fixed":
-            drawn = spec.length_mean
-        elif spec.length == "uniform":
-            drawn = 1 + math.floor(share * (2 * spec.length_mean - 1))
-        elif spec.length_sigma == 0:
-            drawn = spec.length_mean
-        else:
-            # The mean of a log-normal is exp(mu + sigma^2 / 2).
-            mu = math.log(spec.length_mean) - spec.length_sigma**2 / 2
-            drawn = math.exp(statistics.NormalDist(mu, spec.length_sigma).inv_cdf(share))
-        return max(1, round(drawn))
+    def _now(self) -> float:
+        """Emulated seconds; without a scale they pass from event to event."""
+        if self._spec.time_scale == 0:
+            return self._virtual
+        return (self._clock() - self._origin) / self._spec.time_scale
 
     def _spend(self, seconds: float) -> None:
-        now = self._clock()
-        duration = seconds * self._spec.time_scale
-        # Sleeping is never exact: waiting for points in time keeps the errors from adding up.
-        late = now - self._busy_until
-        self._busy_until = (self._busy_until if late < duration else now) + duration
-        if self._busy_until > now:
-            self._sleep(self._busy_until - now)
+        if self._spec.time_scale == 0:
+            self._virtual += seconds
+        elif seconds > 0:
+            self._sleep(seconds * self._spec.time_scale)
 
 
 def vocabulary_of(directory: Path) -> int:
@@ -238,13 +359,3 @@ def vocabulary_of(directory: Path) -> int:
     if not isinstance(size, int) or size < 2:
         raise WeightsError(f"{path} has no usable vocab_size: {size!r}")
     return size
-
-
-def _token(seed: int, position: int, vocabulary: int, stops: tuple[int, ...]) -> int:
-    """A pseudo-random token that is no stop token, unless nothing else is in the vocabulary."""
-    start = resumed_seed(seed, position + 1)
-    for offset in range(len(stops) + 1):
-        token = (start + offset) % vocabulary
-        if token not in stops:
-            return token
-    return start % vocabulary

@@ -1,0 +1,124 @@
+"""What an emulated device is like, from the configuration.
+
+Invariant: a length file is read and checked before anything is generated, whole.
+"""
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from dora.config import Config
+from dora.core.device import DeviceSpec
+from dora.core.lengths import LengthKind, Lengths
+from dora.errors import PolicyError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedSpec:
+    """Times in seconds of the emulated device; lengths in tokens.
+
+    The fields of an iteration are those of `DeviceSpec`, `length*` those of `Lengths`; lengths are
+    cut to [1, max_new_tokens]. `time_scale` turns emulated into real seconds; 0 does not wait.
+    """
+
+    iteration_seconds: float = 0.024
+    iteration_seconds_per_sequence: float = 0.0001
+    iteration_seconds_per_context_token: float = 0.0
+    prefill_seconds_per_token: float = 0.00001
+    load_seconds: float = 0.5
+    kv_cache_tokens: int | None = None
+    speed: float = 1.0
+    length: LengthKind = "lognormal"
+    length_mean: float = 64.0
+    length_sigma: float = 1.0
+    length_prompt_share: float = 0.0
+    length_values: tuple[int, ...] = ()
+    time_scale: float = 1.0
+
+    def device(self) -> DeviceSpec:
+        """The device of these times."""
+        return DeviceSpec(
+            self.iteration_seconds,
+            self.iteration_seconds_per_sequence,
+            self.iteration_seconds_per_context_token,
+            self.prefill_seconds_per_token,
+            self.load_seconds,
+            self.kv_cache_tokens,
+            self.speed,
+        )
+
+    def lengths(self) -> Lengths:
+        """The distribution of these lengths."""
+        return Lengths(
+            self.length,
+            self.length_mean,
+            self.length_sigma,
+            self.length_prompt_share,
+            self.length_values,
+        )
+
+
+def emulated_spec(config: Config, worker: str) -> EmulatedSpec:
+    """The device of the worker with this name; PolicyError if the length file is unusable."""
+    section = config.rollout.emulated
+    speeds = section.speeds
+    number = re.search(r"(\d+)$", worker)
+    speed = speeds[int(number.group(1) if number else 0) % len(speeds)] if speeds else 1.0
+    values: tuple[int, ...] = ()
+    if section.length == "empirical" and section.length_file is not None:
+        values = read_lengths(config.home / section.length_file)
+        cut = sum(value > config.rollout.max_new_tokens for value in values)
+        if cut:
+            log.warning(
+                "%d of %d lengths in %s are cut at rollout.max_new_tokens = %d",
+                cut, len(values), section.length_file, config.rollout.max_new_tokens,
+            )  # fmt: skip
+    return EmulatedSpec(
+        iteration_seconds=section.iteration_seconds,
+        iteration_seconds_per_sequence=section.iteration_seconds_per_sequence,
+        iteration_seconds_per_context_token=section.iteration_seconds_per_context_token,
+        prefill_seconds_per_token=section.prefill_seconds_per_token,
+        load_seconds=section.load_seconds,
+        kv_cache_tokens=section.kv_cache_tokens,
+        speed=speed,
+        length=section.length,
+        length_mean=section.length_mean,
+        length_sigma=section.length_sigma,
+        length_prompt_share=section.length_prompt_share,
+        length_values=values,
+        time_scale=section.time_scale,
+    )
+
+
+def read_lengths(path: Path) -> tuple[int, ...]:
+    """Lengths in tokens, one a line; empty lines are skipped.
+
+    PolicyError, with file and line, for a file that is missing or empty and for a line that is no
+    positive whole number.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PolicyError(
+            f"rollout.emulated.length_file: {path} cannot be read: {error}",
+            hint="One response length in tokens a line; the path starts from the configuration "
+            "file's directory.",
+        ) from error
+    values = []
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if not text:
+            continue
+        if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
+            raise PolicyError(
+                f"rollout.emulated.length_file: {path} line {number} is {text[:40]!r}, not a "
+                "length in tokens",
+                hint="One positive whole number a line.",
+            )
+        values.append(int(text))
+    if not values:
+        raise PolicyError(f"rollout.emulated.length_file: {path} holds no length")
+    return tuple(values)

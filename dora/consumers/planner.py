@@ -11,7 +11,8 @@ from dora.config_training import LossSection
 from dora.consumers.advantages import has_signal
 from dora.consumers.batches import Sample, group_samples
 from dora.core.state import Group, RunState, finished_facts
-from dora.core.window import Blocked, pick_batch
+from dora.core.streaming import next_group
+from dora.core.window import Blocked, Candidate, pick_batch
 from dora.errors import RecordError
 from dora.schemas.records import GroupRef, SampleRef, Step, Trajectory, unpack_tokens
 
@@ -29,21 +30,27 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the trainer can do now: train `batch` (empty if `blocked` says why not), and set groups
-    aside."""
+    """What the trainer can do now: train `batch` (empty if `blocked` says why not), or take the
+    `following` group of a streamed step, and set groups aside."""
 
     batch: tuple[Prepared, ...]
     set_aside: tuple[GroupRef, ...]
     blocked: Blocked | None
+    following: Prepared | None = None
 
 
 def prepare_samples(
-    trajectories: Sequence[Trajectory], version: int, vocabulary: int, settings: LossSection
+    trajectories: Sequence[Trajectory],
+    version: int,
+    vocabulary: int,
+    settings: LossSection,
+    newest: int | None = None,
 ) -> tuple[Sample, ...]:
-    """Samples of a complete group, in order of sample index.
+    """Samples of a complete group of `version`, in order of sample index.
 
     Raises RecordError if a trajectory cannot be trained: tokens outside the vocabulary, tokens of
-    another version (C1), or no prompt.
+    another version (C1), or no prompt. With `newest` (schedule `partial`) tokens may be of any
+    version from the group's to that one.
     """
     for trajectory in trajectories:
         tokens = unpack_tokens(trajectory.token_ids)
@@ -52,11 +59,13 @@ def prepare_samples(
                 f"trajectory {trajectory.trajectory_id} holds tokens outside the vocabulary of "
                 f"{vocabulary}"
             )
-        foreign = [run.version for run in trajectory.version_runs if run.version != version]
+        last = version if newest is None else newest
+        foreign = [r.version for r in trajectory.version_runs if not version <= r.version <= last]
         if foreign:
             raise RecordError(
                 f"trajectory {trajectory.trajectory_id} holds tokens of version {foreign[0]} "
                 f"in a group of version {version}"
+                + ("" if newest is None else f" at version {newest}")
             )
     return tuple(group_samples(trajectories, settings))
 
@@ -72,9 +81,13 @@ def group_ref(group: Group, reason: str | None = None) -> GroupRef:
 
 
 class Planner:
-    """Holds the samples of outstanding groups and decides over `state`."""
+    """Holds the samples of outstanding groups and decides over `state`; with `mixed`, trajectories
+    may be of several versions."""
 
-    def __init__(self, state: RunState, settings: LossSection, vocabulary: int) -> None:
+    def __init__(
+        self, state: RunState, settings: LossSection, vocabulary: int, *, mixed: bool = False
+    ) -> None:
+        self._mixed = mixed
         self._state = state
         self._settings = settings
         self._vocabulary = vocabulary
@@ -97,20 +110,42 @@ class Planner:
     def decide(self) -> Decision:
         """Judge new complete groups and pick a batch if one is admissible."""
         state = self._state
-        for group in state.complete_groups():
+        candidates, outstanding, aside = self._view()
+        picked = pick_batch(state.window, state.newest, candidates, outstanding, state.known_to)
+        if isinstance(picked, Blocked):
+            return Decision((), aside, picked)
+        return Decision(tuple(self._ready[c.group_id] for c in picked), aside, None)
+
+    def stream(self, taken: Sequence[Prepared]) -> Decision:
+        """Judge new complete groups and pick the one to take next, if one may be, in a step that
+        has `taken` groups; these are the batch if it is complete."""
+        state = self._state
+        candidates, outstanding, aside = self._view()
+        by_id = {candidate.group_id: candidate for candidate in candidates}
+        held = [by_id[prepared.ref.group_id] for prepared in taken]
+        picked = next_group(
+            state.window, state.newest, held, candidates, outstanding, state.known_to
+        )
+        if isinstance(picked, Blocked):
+            return Decision((), aside, picked)
+        if picked is None:
+            return Decision(tuple(taken), aside, None)
+        return Decision((), aside, None, self._ready[picked.group_id])
+
+    def _view(self) -> tuple[list[Candidate], dict[int, int], tuple[GroupRef, ...]]:
+        """Groups that may be trained, outstanding ones by version, and those to be set aside, which
+        are in neither."""
+        state = self._state
+        complete = state.complete_groups()
+        for group in complete:
             if group.group_id not in self._ready and group.group_id not in self._set_aside:
                 self._judge(group)
         outstanding = dict(state.outstanding)
         for ref in self._set_aside.values():
             outstanding[ref.version] -= 1
-        candidates = [
-            group.candidate for group in state.complete_groups() if group.group_id in self._ready
-        ]
-        picked = pick_batch(state.window, state.newest, candidates, outstanding, state.known_to)
-        aside = tuple(sorted(self._set_aside.values(), key=lambda ref: (ref.version, ref.ordinal)))
-        if isinstance(picked, Blocked):
-            return Decision((), aside, picked)
-        return Decision(tuple(self._ready[c.group_id] for c in picked), aside, None)
+        candidates = [group.candidate for group in complete if group.group_id in self._ready]
+        aside = sorted(self._set_aside.values(), key=lambda ref: (ref.version, ref.ordinal))
+        return candidates, outstanding, tuple(aside)
 
     def _judge(self, group: Group) -> None:
         kept = self._trajectories.pop(group.group_id)
@@ -123,8 +158,9 @@ class Planner:
             reason = NO_SIGNAL
         if reason is None:
             try:
+                newest = self._state.newest if self._mixed else None
                 samples = prepare_samples(
-                    trajectories, group.version, self._vocabulary, self._settings
+                    trajectories, group.version, self._vocabulary, self._settings, newest
                 )
             except RecordError as error:
                 reason = f"invalid: {error.message}"

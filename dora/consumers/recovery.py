@@ -17,7 +17,7 @@ from dora.bus.reader import LogReader, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.config import Config
-from dora.config_training import LossSection, RecoverySection, TrainerSection
+from dora.config_training import RecoverySection, TrainerSection
 from dora.consumers.batches import Sample
 from dora.consumers.checkpoints import Checkpoints
 from dora.consumers.learning import Learning
@@ -104,18 +104,18 @@ def places_of(refs: Iterable[GroupRef]) -> list[list[Place]]:
 
 
 def samples_of_step(
-    step: Step,
-    records: Mapping[Place, Trajectory],
-    vocabulary: int,
-    settings: LossSection,
+    step: Step, records: Mapping[Place, Trajectory], vocabulary: int, config: Config
 ) -> list[tuple[Sample, ...]]:
     """The groups that `step` trained, in the recorded order; `records` hold their trajectories."""
-    return [_samples_of(ref, records, vocabulary, settings) for ref in step.trained]
+    newest = step.version_in if config.schedule.kind == "partial" else None
+    settings = config.trainer.loss
+    return [
+        prepare_samples(_trajectories_of(ref, records), ref.version, vocabulary, settings, newest)
+        for ref in step.trained
+    ]
 
 
-def _samples_of(
-    ref: GroupRef, records: Mapping[Place, Trajectory], vocabulary: int, settings: LossSection
-) -> tuple[Sample, ...]:
+def _trajectories_of(ref: GroupRef, records: Mapping[Place, Trajectory]) -> list[Trajectory]:
     trajectories = [records[s.partition, s.offset] for s in ref.samples]
     for sample, trajectory in zip(ref.samples, trajectories, strict=True):
         if (trajectory.group_id, trajectory.sample) != (ref.group_id, sample.sample):
@@ -123,7 +123,7 @@ def _samples_of(
                 f"partition {sample.partition} offset {sample.offset} holds trajectory "
                 f"{trajectory.trajectory_id}, the ledger says {ref.group_id}/{sample.sample}"
             )
-    return prepare_samples(trajectories, ref.version, vocabulary, settings)
+    return trajectories
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +326,7 @@ class Recovery:
                 step,
                 records,
                 self._learner.vocabulary,
-                self._config.trainer.loss,
+                self._config,
             )
         except BusError as error:
             if not self.damaged:

@@ -87,7 +87,7 @@ def redo_run(
             steps = history.redo[start : start + STEPS_AT_ONCE]
             records = fetch_steps(reader, topic, steps, deadline)
             for step in steps:
-                groups = samples_of_step(step, records, learner.vocabulary, config.trainer.loss)
+                groups = samples_of_step(step, records, learner.vocabulary, config)
                 learner.update(groups, step.version_in)
                 checksum = compare(step.version_out, step.weights_checksum)
                 done += 1

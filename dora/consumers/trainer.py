@@ -16,6 +16,7 @@ from dora.bus.topics import RunTopics, TopicAdmin, topic_plan
 from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
 from dora.bus.writer import LogWriter
 from dora.config import Config
+from dora.consumers.batch_wait import BatchWait
 from dora.consumers.checkpoints import Checkpoints
 from dora.consumers.heartbeat import PROCESS, Heartbeat
 from dora.consumers.learning import Learning, create_learner
@@ -29,7 +30,7 @@ from dora.consumers.ledger import (
     resume,
 )
 from dora.consumers.live_window import live_positions
-from dora.consumers.planner import Decision, Planner
+from dora.consumers.planner import Planner
 from dora.consumers.publication import Publisher
 from dora.consumers.ranks import Leader
 from dora.consumers.recovery import Deviation, Recovery, places_of
@@ -37,7 +38,7 @@ from dora.consumers.retention import check_ledger, check_retention
 from dora.consumers.weight_users import WeightUsers
 from dora.core.roster import GONE
 from dora.core.window import Window
-from dora.errors import BusError, DeadlineError, DoraError, FencedError, RunError
+from dora.errors import BusError, DoraError, FencedError, RunError
 from dora.schemas.records import (
     Admission,
     DeadLetter,
@@ -52,7 +53,6 @@ from dora.weights.models import model_directory
 log = logging.getLogger(__name__)
 
 READ_SECONDS = 300.0
-SET_ASIDE_SECONDS = 0.1
 PROBES = 8
 
 
@@ -101,6 +101,7 @@ class Trainer:
         )
         self._learner: Learning
         self._planner: Planner
+        self._wait: BatchWait
         self._publisher: Publisher
 
     def run(self, stop: threading.Event) -> None:
@@ -168,7 +169,21 @@ class Trainer:
         model = model_directory(self._config.policy.model)
         beat = self._heartbeat.beat
         self._learner = create_learner(self._config, model, progress=beat, ranks=self._ranks)
-        self._planner = Planner(self._state, self._config.trainer.loss, self._learner.vocabulary)
+        self._planner = Planner(
+            self._state,
+            self._config.trainer.loss,
+            self._learner.vocabulary,
+            mixed=self._config.schedule.kind == "partial",
+        )
+        self._wait = BatchWait(
+            self._config,
+            self._planner,
+            self._state,
+            self._heartbeat,
+            poll=lambda seconds: self._take(self._reader.poll(timeout=seconds)),
+            check=self._check,
+            set_aside=self._set_aside,
+        )
         self._publisher = Publisher(
             self._config, self._learner, model, self._reader, history, self._weight_users, beat
         )
@@ -209,16 +224,22 @@ class Trainer:
     def _take_step(self, stop: threading.Event) -> None:
         """Wait for an admissible batch and train it; returns early if `stop` is set."""
         waited_from = time.monotonic()
-        decision = self._await_batch(stop, waited_from)
-        if decision is None:
+        streamed = self._config.trainer.streamed
+        wait = self._wait
+        ready = wait.streamed(stop, self._learner) if streamed else wait.batch(stop)
+        if ready is None:
             return
+        decision = ready.decision
         train_from = time.monotonic()
         version = self._state.newest
         self._heartbeat.say("training", f"step {version} -> {version + 1}")
-        groups = [prepared.samples for prepared in decision.batch]
-        probes = self._planner.probes(decision.batch, PROBES)
-        places = places_of([prepared.ref for prepared in decision.batch])
-        metrics = self._learner.update(groups, version, probes, places)
+        if streamed:
+            metrics = self._learner.finish() | {"streamed_seconds": ready.computed_seconds}
+        else:
+            groups = [prepared.samples for prepared in decision.batch]
+            probes = self._planner.probes(decision.batch, PROBES)
+            places = places_of([prepared.ref for prepared in decision.batch])
+            metrics = self._learner.update(groups, version, probes, places)
         publish_from = time.monotonic()
         with self._heartbeat.through(f"storing version {version + 1}"):
             policy = self._publisher.publish(version + 1)
@@ -229,8 +250,8 @@ class Trainer:
         metrics |= {
             "live_versions": float(self._live_versions),
             "duplicates_ignored": float(surplus),
-            "idle_seconds": train_from - waited_from,
-            "train_seconds": publish_from - train_from,
+            "idle_seconds": train_from - waited_from - ready.computed_seconds,
+            "train_seconds": publish_from - train_from + ready.computed_seconds,
             "publish_seconds": now - publish_from,
             "step_seconds": now - waited_from,
             "wall_seconds": now - self._started_at,
@@ -274,39 +295,11 @@ class Trainer:
             if place[0] in (self._topics.trajectories, self._topics.dispatch)
         }
 
-    def _await_batch(self, stop: threading.Event, since: float) -> Decision | None:
-        """Poll until a batch is admissible; None if `stop` was set first."""
-        timeout = self._config.trainer.batch_timeout_seconds
-        aside_at = since
-        self._take(self._reader.poll())
-        while not stop.is_set():
-            if self._ranks is not None:
-                self._ranks.check()
-            self._ledger.check_seen()
-            decision = self._planner.decide()
-            if decision.blocked is None:
-                return decision
-            now = time.monotonic()
-            if decision.set_aside and now - aside_at >= SET_ASIDE_SECONDS:
-                # Committed by itself, or an environment where all fails would fill the window.
-                self._set_aside(decision.set_aside)
-                aside_at = now
-                continue
-            if now - since > timeout:
-                raise DeadlineError(
-                    f"no batch became admissible in {timeout:g} s at version "
-                    f"{self._state.newest}: {decision.blocked.reason} "
-                    f"({self._planner.waiting_for()})",
-                    hint="See which processes live with `dora status`; a longer wait is "
-                    "trainer.batch_timeout_seconds.",
-                )
-            self._heartbeat.metrics = {
-                "outstanding": float(self._state.outstanding_total),
-                "complete_groups": float(len(self._state.complete_groups())),
-            }
-            self._heartbeat.say("waiting", decision.blocked.reason)
-            self._take(self._reader.poll(timeout=SET_ASIDE_SECONDS))
-        return None
+    def _check(self) -> None:
+        """Raise if the trainer cannot go on: a rank is lost, or Kafka lost what it was given."""
+        if self._ranks is not None:
+            self._ranks.check()
+        self._ledger.check_seen()
 
     def _set_aside(self, refs: tuple[GroupRef, ...]) -> None:
         newest = self._policies[self._state.newest]

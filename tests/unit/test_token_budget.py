@@ -94,6 +94,6 @@ def test_expected_tokens_are_those_known_and_the_mean_of_finished_ones_for_the_r
     state.commit(entry(1, 1, (), (refer(state.groups["g1"], "failed"),)))
     assert state.expected_tokens == pytest.approx(2 * mean)
     assert state.known_to == 0
-    assert state.admissible(9) == 3
+    assert state.admissible(9) == 2
     state.admit(admission(3, 1))
     assert state.known_to == 1

@@ -66,7 +66,7 @@ MOST_STALENESS = 4
     help="From an event to the coordinator, and from a command to the worker.",
 )  # fmt: skip
 @click.option(
-    "--tick-seconds", type=click.FloatRange(0, 60), default=0.02, show_default=True,
+    "--tick-seconds", type=click.FloatRange(0, 60), default=0.2, show_default=True,
     help="Between two turns of the coordinator; longer ones make large clusters cheaper.",
 )  # fmt: skip
 @click.option(

@@ -37,10 +37,11 @@ def config_workload(path: Path, sets: Sequence[str]) -> Workload:
         model_limit=rollout.max_model_len,
         lora=config.policy.lora is not None,
         adapters=rollout.adapters,
+        prompts=config.task.synthetic_prompts,
         seed=config.run.seed,
     )
     if device.length == "empirical" and device.length_file is not None:
-        return measured_workload(workload, path.parent / device.length_file)
+        return measured_workload(workload, config.home / device.length_file)
     if device.length == "uniform":
         return with_measured(workload, range(1, max(2, round(2 * device.length_mean))))
     return workload

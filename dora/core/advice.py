@@ -33,7 +33,7 @@ class Case:
     steps: int
     warmup: int
     control_seconds: float = 0.02
-    tick_seconds: float = 0.02
+    tick_seconds: float = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def best_splits(
     warmup: int,
     judges: Judge = judge_in_turn,
     control_seconds: float = 0.02,
-    tick_seconds: float = 0.02,
+    tick_seconds: float = 0.2,
 ) -> dict[ScheduleVariant, list[Verdict]]:
     """For each schedule all verdicts of its search, the best first. Raises Impossible if a schedule
     fits with no split."""
@@ -195,7 +195,7 @@ def advise(
     warmup: int,
     judges: Judge = judge_in_turn,
     control_seconds: float = 0.02,
-    tick_seconds: float = 0.02,
+    tick_seconds: float = 0.2,
 ) -> Advice:
     """The schedule with the least staleness bound that no larger one beats by more than
     `WORTH_A_VERSION`. Schedules that do not fit are left out; Impossible if none fits."""

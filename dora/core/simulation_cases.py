@@ -9,12 +9,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
-from statistics import NormalDist
 
 from dora.core.cluster_presets import Preset, ScheduleVariant
 from dora.core.coordination import Rules
 from dora.core.device import DeviceSpec
+from dora.core.lengths import Lengths
 from dora.core.schedules import Schedule
 from dora.core.simulation_scenario import Scenario
 from dora.core.window import Window
@@ -25,41 +24,19 @@ class Impossible(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnLengths:
-    """Response lengths by ordinal and sample: log-normal, or drawn from `measured` ones (sorted)
-    with replacement; cut to [1, longest]."""
+class CutLengths:
+    """Lengths as the emulated engine draws them, cut at `longest`; of `prompts` different prompts
+    that come again in turn."""
 
-    mean: float
-    sigma: float
-    prompt_share: float
+    lengths: Lengths
     longest: int
-    measured: tuple[int, ...] = ()
-    seed: int = 0
+    prompts: int
+    seed: int
 
-    def __call__(self, ordinal: int, sample: int) -> int:
+    def __call__(self, trajectory_id: str, ordinal: int) -> int:
         """Length in tokens."""
-        own = _share(self.seed, ordinal, sample)
-        if self.measured:
-            drawn: float = self.measured[int(own * len(self.measured))]
-        elif self.sigma == 0:
-            drawn = self.mean
-        else:
-            z = _NORMAL.inv_cdf(own)
-            if self.prompt_share:
-                common = _NORMAL.inv_cdf(_share(self.seed, ordinal, -1))
-                z = math.sqrt(self.prompt_share) * common + math.sqrt(1 - self.prompt_share) * z
-            # the mean of a log-normal is exp(mu + sigma^2 / 2)
-            drawn = math.exp(math.log(self.mean) - self.sigma**2 / 2 + self.sigma * z)
-        return max(1, min(self.longest, round(drawn)))
-
-
-_NORMAL = NormalDist()
-
-
-def _share(seed: int, ordinal: int, sample: int) -> float:
-    """A number in (0, 1), the same in every process."""
-    digest = blake2b(b"%d:%d:%d" % (seed, ordinal, sample), digest_size=7).digest()
-    return (int.from_bytes(digest, "little") % 2**53 + 0.5) / 2**53
+        prompt = ordinal % self.prompts
+        return min(self.longest, self.lengths.draw(self.seed, trajectory_id, prompt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +44,10 @@ class Workload:
     """What is to be generated and trained, on which devices.
 
     `preset` describes both; `measured` are lengths in tokens to draw from instead of its
-    distribution. `training_seconds_per_token` is what each trained token adds to the training on
-    all devices, `tokens_per_step` a budget that ends batches earlier. `model_limit` is the longest
-    sequence that the model takes. With `lora` a worker hosts all live versions, as far as it has
-    `adapters` (None: enough).
+    distribution, `prompts` how many different prompts there are. `training_seconds_per_token` is
+    what each trained token adds to the training on all devices, `tokens_per_step` a budget that
+    ends batches earlier. `model_limit` is the longest sequence that the model takes. With `lora` a
+    worker hosts all live versions, as far as it has `adapters` (None: enough).
     """
 
     preset: Preset
@@ -80,16 +57,21 @@ class Workload:
     model_limit: int | None = None
     lora: bool = False
     adapters: int | None = None
+    prompts: int = 1_024
     seed: int = 0
 
     @property
-    def lengths(self) -> DrawnLengths:
+    def lengths(self) -> CutLengths:
         """Length of each response."""
         preset = self.preset
-        return DrawnLengths(
-            preset.length_mean, preset.length_sigma, preset.length_prompt_share,
-            preset.max_new_tokens, self.measured, self.seed,
-        )  # fmt: skip
+        drawn = Lengths(
+            "empirical" if self.measured else "lognormal",
+            preset.length_mean,
+            preset.length_sigma,
+            preset.length_prompt_share,
+            self.measured,
+        )
+        return CutLengths(drawn, preset.max_new_tokens, self.prompts, self.seed)
 
     def ideal_seconds(self, tokens: float) -> float:
         """The ideal step with so many generated tokens."""
@@ -170,7 +152,7 @@ def scenario_of(
     steps: int,
     warmup: int,
     control_seconds: float = 0.02,
-    tick_seconds: float = 0.02,
+    tick_seconds: float = 0.2,
 ) -> Scenario:
     """The scenario of a schedule with `rollout` generating devices (all where they take turns).
 
@@ -187,7 +169,7 @@ def scenario_of(
             window=Window(bound, preset.groups_per_step, workload.tokens_per_step),
             group_size=preset.group_size,
             steps=steps + bound,
-            heartbeat_timeout=60.0,
+            heartbeat_timeout=120.0,
             schedule=Schedule(
                 kind=variant.kind, colocated=variant.colocated, adapters=workload.lora
             ),

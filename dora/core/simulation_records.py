@@ -42,6 +42,14 @@ class TokenlessTrajectory(Trajectory):
         return self.length
 
 
+@dataclass(frozen=True, slots=True)
+class TokenlessCommand(Command):
+    """A command without a prefix."""
+
+    def __post_init__(self) -> None:
+        """Nothing to check."""
+
+
 def trajectory(
     command: Command, worker: str, runs: tuple[VersionRun, ...], started: float, now: float
 ) -> TokenlessTrajectory:
@@ -107,7 +115,7 @@ def _command(
     attempt: int = 0,
     version: int = -1,
 ) -> Command:
-    return Command(
+    return TokenlessCommand(
         RUN,
         addressee.process,
         addressee.incarnation,
@@ -120,7 +128,7 @@ def _command(
 
 
 def _start(addressee: Status, work: Unplaced, now_ms: int) -> Command:
-    return Command(
+    return TokenlessCommand(
         RUN, addressee.process, addressee.incarnation, "start", now_ms,
         trajectory_id(work.group_id, work.sample), work.group_id, work.sample, work.attempt,
         work.version, work.ordinal, work.purpose,

@@ -10,8 +10,8 @@ from typing import Literal
 from dora.core.coordination import Rules
 from dora.core.device import DeviceSpec
 
-Lengths = Callable[[int, int], int]
-"""Response length in tokens of the sample (second) of the prompt at an ordinal (first)."""
+LengthOf = Callable[[str, int], int]
+"""Response length in tokens of the trajectory with this id, of the prompt at this ordinal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Scenario:
     workers: int
     slots: int
     device: DeviceSpec
-    lengths: Lengths
+    lengths: LengthOf
     training_seconds: float
     steps: int
     warmup: int = 0
@@ -56,8 +56,8 @@ class Scenario:
     interrupts: bool = False
     adapters: int = 0
     control_seconds: float = 0.02
-    tick_seconds: float = 0.02
-    heartbeat_seconds: float = 15.0
+    tick_seconds: float = 0.2
+    heartbeat_seconds: float = 30.0
     patience_seconds: float = 100_000.0
     changes: tuple[Change, ...] = ()
     reported_rates: Mapping[int, float] = field(default_factory=dict)

@@ -177,7 +177,7 @@ class SimulatedWorker:
         self._add(identity, command, now)
 
     def _add(self, identity: str, command: Command, now: float) -> None:
-        total = max(1, self._scenario.lengths(command.ordinal, command.sample))
+        total = max(1, self._scenario.lengths(identity, command.ordinal))
         position = min(self._chunks.positions.pop(identity, 0), total - 1)
         self._base += position
         self._device.add(identity, self._scenario.prompt_tokens, position, total, now)

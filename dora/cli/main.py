@@ -42,6 +42,7 @@ COMMANDS: dict[str, Entry] = {
     "rollout": Entry("dora.cli.rollout:rollout", "Run one rollout worker."),
     "train": Entry("dora.cli.train:train", "Run the trainer of a run."),
     "bench": Entry("dora.cli.bench:bench", "Measure schedules and engines on this machine."),
+    "simulate": Entry("dora.cli.simulate:simulate", "Plan: schedules in virtual time, and advice."),
     "doctor": Entry("dora.cli.doctor:doctor", "Say what this machine lacks, and how to get it."),
     "prepare": Entry("dora.cli.prepare:prepare", "Make the model directory of a run.", hidden=True),
 }

@@ -13,7 +13,7 @@ from pydantic import Field, SecretStr, model_validator
 from dora.config_emulation import EmulatedSection
 from dora.config_schedule import ScheduleSection
 from dora.config_section import Hook, Positive, Seconds, Section
-from dora.config_training import LoraSection, RecoverySection, TrainerSection
+from dora.config_training import LoraSection, RecoverySection, TrainerSection, check_streaming
 
 BYTES_PER_TOKEN = 16
 """What a token of a trajectory record takes at most: id, log-probability, mask and its text."""
@@ -338,8 +338,8 @@ class Config(Section):
                 f"rollout.emulated.kv_cache_tokens ({cache}) cannot hold one sequence of "
                 f"{self.max_model_len} tokens"
             )
-        if self.trainer.streamed and self.trainer.ranks > 1:
-            raise ValueError("trainer.streamed needs trainer.ranks = 1")
+        if self.trainer.streamed:
+            check_streaming(self.trainer, self.policy.dtype, self.schedule.colocated)
 
     @property
     def run_directory(self) -> Path:

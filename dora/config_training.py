@@ -99,7 +99,7 @@ class TrainerSection(Section):
     """How long a rank waits for the others before all of them stop."""
     streamed: bool = False
     """Begin forward and backward passes on groups as they finish, and update once the batch is
-    complete; the same gradients, up to rounding, sooner."""
+    complete; the same gradients, up to rounding, sooner. For one rank, float32 and ZeRO stage 0."""
     engine: Literal["deepspeed", "emulated"] = "deepspeed"
     """What trains: DeepSpeed, or a latency model that waits and leaves the weights as they are."""
     emulated: EmulatedTrainerSection = EmulatedTrainerSection()
@@ -120,3 +120,20 @@ class RecoverySection(Section):
     tolerance: Annotated[float, Field(ge=0)] = 1e-2
     """Largest difference, relative to the largest weight of a tensor, where the trainer is not
     deterministic."""
+
+
+def check_streaming(trainer: TrainerSection, dtype: str, colocated: bool) -> None:
+    """ValueError if a trainer cannot stream (`trainer.streamed`) policies of this `dtype`."""
+    if trainer.ranks > 1:
+        raise ValueError("trainer.streamed needs trainer.ranks = 1")
+    if colocated:
+        raise ValueError(
+            "trainer.streamed trains while groups are generated: remove schedule.colocated"
+        )
+    zero = trainer.deepspeed.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+    if trainer.engine == "deepspeed" and (stage or dtype != "float32"):
+        raise ValueError(
+            "trainer.streamed divides gradients once a step is complete, which needs them as they "
+            f"are: ZeRO stage 0 (not {stage}) and policy.dtype = float32 (not {dtype})"
+        )

@@ -1,5 +1,6 @@
 """Streamed training with real DeepSpeed: the same step, group by group."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from dora.config import Config
 from dora.consumers.batches import Sample
@@ -128,3 +130,30 @@ def test_groups_without_signal_make_no_update(model: Path) -> None:
     assert found["optimizer_updates"] == 0
     with pytest.raises(PolicyError, match="not begun"):
         learner.finish()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "other", "reason"),
+    [
+        ({"ranks": 2}, {}, "trainer.ranks = 1"),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, {}, "ZeRO stage 0 (not 2)"),
+        ({}, {"policy": {"model": "m", "dtype": "bfloat16"}}, "float32 (not bfloat16)"),
+        (
+            {},
+            {"schedule": {"kind": "sync", "colocated": True}, "window": {"max_staleness": 0}},
+            "remove schedule.colocated",
+        ),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused(
+    trainer: dict[str, Any], other: dict[str, Any], reason: str
+) -> None:
+    sections = {
+        "run": {"name": "r"},
+        "policy": {"model": "m"},
+        "task": {"kind": "reasoning-gym", "name": "x"},
+        "trainer": {"steps": 1, "streamed": True, **trainer},
+        **other,
+    }
+    with pytest.raises(ValidationError, match=re.escape(reason)):
+        Config.model_validate(sections)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from dora.config import Config
 from dora.consumers.batches import Sample
+from dora.weights.models import model_directory
 
 if TYPE_CHECKING:
     from dora.consumers.ranks import Leader
@@ -82,6 +83,14 @@ class Learning(Protocol):
         """Restore what `save_checkpoint` wrote."""
 
 
+def starting_model(config: Config) -> Path:
+    """The directory of the starting policy, checked where the learner computes with it; raises
+    PolicyError as `model_directory` does."""
+    if config.trainer.engine == "emulated":
+        return Path(config.policy.model)
+    return model_directory(config.policy.model)
+
+
 def create_learner(
     config: Config,
     model_dir: Path,
@@ -94,6 +103,11 @@ def create_learner(
     `progress` is called during long steps, for heartbeats. Raises PolicyError if the policy is
     unusable.
     """
+    if config.trainer.engine == "emulated":
+        from dora.consumers.emulated_learner import EmulatedLearner
+
+        return EmulatedLearner(config, progress=progress)
+
     from dora.consumers.learner import Learner
 
     return Learner(model_dir, config, progress=progress, ranks=ranks)

@@ -4,6 +4,7 @@ Invariant: weights and checkpoint are complete on disk before the record that na
 and only those are removed that no committed record names, or that are older than what is kept.
 """
 
+import json
 import logging
 import time
 from collections.abc import Callable, Collection
@@ -89,7 +90,7 @@ class Publisher:
         )
 
     def _write(self, version: int) -> Published:
-        adapter = self._config.policy.lora is not None
+        adapter = self._learner.adapter_settings is not None
         state = {name: tensor.cpu() for name, tensor in self._learner.export_state().items()}
         published = self._store.publish(
             version,
@@ -105,7 +106,10 @@ class Publisher:
     def _companions(self, directory: Path) -> None:
         """What belongs to the weights: the model's files, or an adapter's configuration (the base
         model stays where it is)."""
-        if self._learner.adapter_settings is not None:
+        if self._config.trainer.engine == "emulated":
+            content = {"vocab_size": self._learner.vocabulary}
+            (directory / "config.json").write_text(json.dumps(content) + "\n")
+        elif self._learner.adapter_settings is not None:
             write_adapter_config(directory, self._learner.adapter_settings)
         elif self._config.policy.lora is None:
             code = self._config.policy.trust_remote_code

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dora.config import Config, PolicySection
-from dora.errors import PolicyError
+from dora.errors import PolicyError, TaskError
+from dora.weights.models import emulated_vocabulary
 
 
 class Tokenizer:
@@ -45,6 +46,36 @@ class Tokenizer:
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
         )
+
+
+class NoTokenizer(Tokenizer):
+    """Stands where a tokenizer stands when prompts and responses are token ids without a text: the
+    last id of the vocabulary ends a response."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.name = "(none)"
+        self.highest_id = vocabulary - 1
+        self.eos_token_id = vocabulary - 1
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> tuple[int, ...]:
+        """TaskError: there is no text."""
+        raise TaskError("task.kind = synthetic has no tokenizer to encode a text with")
+
+    def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """No text."""
+        return ""
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """TaskError: there is no text."""
+        raise TaskError("task.kind = synthetic has no tokenizer with a chat template")
+
+
+def tokenizer_of(config: Config) -> Tokenizer:
+    """What the task of the configuration needs: the policy's tokenizer, or none at all. Raises as
+    `load_tokenizer` does."""
+    if config.task.kind == "synthetic":
+        return NoTokenizer(emulated_vocabulary(config.policy.model))
+    return load_tokenizer(config.policy)
 
 
 def load_tokenizer(policy: PolicySection) -> Tokenizer:

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from dora.errors import PolicyError
+from dora.errors import PolicyError, WeightsError
 
 COMPANIONS = (
     "config.json",
@@ -25,6 +25,9 @@ COMPANIONS = (
     "chat_template.json",
 )
 """Files that belong to a model besides its weights."""
+
+EMULATED = "emulated"
+"""`policy.model` of a run in which nothing computes."""
 
 
 def model_directory(model: str) -> Path:
@@ -65,6 +68,37 @@ def check_model_directory(directory: Path) -> None:
             if pickled
             else None,
         )
+
+
+def emulated_vocabulary(model: str) -> int:
+    """Size of the vocabulary where nothing computes: 32,000 for `policy.model = "emulated"`, else
+    that of the model's directory, which needs a config.json and nothing more. PolicyError if there
+    is none."""
+    if model == EMULATED:
+        return 32_000
+    try:
+        return vocabulary_of(Path(model))
+    except WeightsError as error:
+        raise PolicyError(
+            f"policy.model: {error.message}",
+            hint=f'Set policy.model = "{EMULATED}", which needs no directory.',
+        ) from error
+
+
+def vocabulary_of(directory: Path) -> int:
+    """Number of tokens of a model directory, from its config.json; raises `WeightsError`."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightsError(
+            f"cannot read the size of the vocabulary from {path}: {error}"
+        ) from error
+    settings = config if isinstance(config, dict) else {}
+    size = settings.get("vocab_size") or (settings.get("text_config") or {}).get("vocab_size")
+    if not isinstance(size, int) or size < 2:
+        raise WeightsError(f"{path} has no usable vocab_size: {size!r}")
+    return size
 
 
 def companion_files(directory: Path, *, code: bool = False) -> Iterator[Path]:

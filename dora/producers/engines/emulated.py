@@ -12,7 +12,6 @@ vocabulary, in `step` and in `score` alike. A trainer that publishes `-log(vocab
 canary passes; other canaries need an infinite tolerance.
 """
 
-import json
 import math
 import time
 from array import array
@@ -22,12 +21,13 @@ from pathlib import Path
 from zlib import crc32
 
 from dora.core.device import Device, Progress
-from dora.errors import DoraError, WeightsError
+from dora.errors import DoraError
 from dora.producers.engines.base import Delta, Engine, FinishReason, Request, complete, refusal
 from dora.producers.engines.emulated_spec import EmulatedSpec
 from dora.producers.engines.emulated_tokens import Lateness, Noise
+from dora.weights.models import vocabulary_of
 
-__all__ = ["EmulatedEngine", "EmulatedSpec", "vocabulary_of"]
+__all__ = ["EmulatedEngine", "EmulatedSpec"]
 
 WAIT_SECONDS = 1.0
 """Longest time that `due` names: by then something else may have come up."""
@@ -344,18 +344,3 @@ class EmulatedEngine(Engine):
             self._virtual += seconds
         elif seconds > 0:
             self._sleep(seconds * self._spec.time_scale)
-
-
-def vocabulary_of(directory: Path) -> int:
-    """Number of tokens of a model directory, from its config.json; raises `WeightsError`."""
-    path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise WeightsError(
-            f"cannot read the size of the vocabulary from {path}: {error}"
-        ) from error
-    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    if not isinstance(size, int) or size < 2:
-        raise WeightsError(f"{path} has no usable vocab_size: {size!r}")
-    return size

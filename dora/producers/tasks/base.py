@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 from dora.config import Config, TaskSection
 from dora.errors import TaskError
 from dora.producers.tasks.hooks import load_hook
+from dora.weights.models import emulated_vocabulary
 
 Purpose = Literal["train", "eval"]
 Messages = Sequence[Mapping[str, Any]]
@@ -132,7 +133,10 @@ def create_task(config: Config, tokenizer: TextTokenizer) -> Task:
     """The task that the configuration describes; TaskError says what is wrong with it."""
     from dora.producers.tasks.jsonl import JsonlTask
     from dora.producers.tasks.reasoning_gym import ReasoningGymTask
+    from dora.producers.tasks.synthetic import SyntheticTask
 
+    if config.task.kind == "synthetic":
+        return SyntheticTask(config, emulated_vocabulary(config.policy.model) - 1)
     if config.evaluation.prompts and not config.task.held_out_fraction:
         raise TaskError(
             f"evaluation.prompts = {config.evaluation.prompts} needs held-out prompts, but "

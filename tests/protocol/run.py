@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from dora.config import Config
 from dora.core.coordination import Rules
+from dora.core.schedules import Schedule
 from dora.core.window import Window
 from dora.producers.record_maker import RecordMaker
 from tests.protocol.coordinator import ModelCoordinator
@@ -35,6 +36,7 @@ class ModelRun:
         steps: int = 1000,
         evaluations: int = 0,
         compacted: bool = False,
+        schedule: Schedule | None = None,
     ) -> None:
         self.now = 0.0
         self.made = 0
@@ -43,7 +45,7 @@ class ModelRun:
         self.group, self.steps, self.compacted = group, steps, compacted
         self.rules = Rules(
             self.window, group, steps, 1.0, HEARTBEAT_TIMEOUT, LOAD_TIMEOUT, MAX_ATTEMPTS,
-            2 * evaluations, evaluations,
+            2 * evaluations, evaluations, schedule or Schedule(rebalance_seconds=3.0),
         )  # fmt: skip
         shape = {"max_staleness": staleness, "groups_per_step": batch, "group_size": group}
         config = Config.model_validate(

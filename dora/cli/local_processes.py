@@ -16,16 +16,17 @@ from dora.config import Config
 def child_specs(config: Config, source: ConfigSource) -> list[ChildSpec]:
     """The processes of the run, in the order in which they are started."""
     environment = child_environment(config)
-    commands = {"coordinator": ("coordinator",), "trainer": ("train",)}
+    commands: dict[str, tuple[str, ...]] = {"coordinator": ("coordinator",), "trainer": ("train",)}
+    names = process_names(config)
+    left, shared = config.rollout.workers, config.rollout.workers_per_process
+    for name in names:
+        if name not in commands:
+            count = min(left, shared)
+            commands[name] = ("rollout", "--worker-id", name, "--workers", str(count))
+            left -= count
     return [
-        ChildSpec(
-            name,
-            tuple(
-                child_command(config, source, *commands.get(name, ("rollout", "--worker-id", name)))
-            ),
-            environment,
-        )
-        for name in process_names(config)
+        ChildSpec(name, tuple(child_command(config, source, *commands[name])), environment)
+        for name in names
     ]
 
 

@@ -44,8 +44,9 @@ def preflight(config: Config, broker_directory: Path) -> list[Check]:
 
 
 def process_names(config: Config) -> list[str]:
-    """The processes of a run on one machine."""
-    workers = [f"w{number}" for number in range(config.rollout.workers)]
+    """The processes of a run on one machine; one with several workers is named by its first."""
+    rollout = config.rollout
+    workers = [f"w{number}" for number in range(0, rollout.workers, rollout.workers_per_process)]
     return ["coordinator", "trainer", *workers]
 
 
@@ -82,9 +83,13 @@ def _hooks(config: Config) -> Iterator[Check]:
 
 def _model(config: Config) -> Iterator[Check]:
     from dora.producers.tokenization import load_tokenizer, stop_token_ids
-    from dora.weights.models import check_model_directory
+    from dora.weights.models import check_model_directory, emulated_vocabulary
 
     model = Path(config.policy.model)
+    if config.trainer.engine == "emulated" and config.task.kind == "synthetic":
+        size = emulated_vocabulary(config.policy.model)
+        yield Check("model", "ok", f"none: a vocabulary of {size} tokens")
+        return
     if needs_preparation(config):
         yield Check("model", "plan", f"make {model} with {config.policy.prepare}")
         return
@@ -111,10 +116,10 @@ class _Words:
 
 def _prompts(config: Config) -> Iterator[Check]:
     from dora.producers.tasks.base import TextTokenizer, create_task
-    from dora.producers.tokenization import load_tokenizer
+    from dora.producers.tokenization import tokenizer_of
 
-    here = Path(config.policy.model).exists()
-    tokenizer: TextTokenizer = load_tokenizer(config.policy) if here else _Words()
+    here = Path(config.policy.model).exists() or config.task.kind == "synthetic"
+    tokenizer: TextTokenizer = tokenizer_of(config) if here else _Words()
     task = create_task(config, tokenizer)
     prompt = task.prompt(0, "train")
     if config.evaluation.prompts:
@@ -124,7 +129,11 @@ def _prompts(config: Config) -> Iterator[Check]:
 
 
 def _libraries(config: Config) -> Iterator[Check]:
-    wanted = ["torch", "deepspeed", "transformers"]
+    wanted = ["torch"]
+    if config.trainer.engine == "deepspeed":
+        wanted.append("deepspeed")
+    if config.task.kind != "synthetic":
+        wanted.append("transformers")
     if config.rollout.engine == "vllm":
         wanted.append("vllm")
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]

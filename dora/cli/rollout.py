@@ -19,20 +19,29 @@ from dora.config import Config
     help="Name of this worker; unique in the run, and the same after a restart. "
     "By default made of host name and process id.",
 )
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    default=None,
+    metavar="N",
+    help="Emulated workers that this process hosts; their names count on from ID "
+    "(w4 with 4 workers: w4 to w7). By default rollout.workers_per_process.",
+)
 @config_argument
-def rollout(config: Config, worker_id: str | None) -> None:
-    """Run one rollout worker of the run that CONFIG describes.
+def rollout(config: Config, worker_id: str | None, workers: int | None) -> None:
+    """Run a rollout worker of the run that CONFIG describes, or several emulated ones.
 
-    It hosts one engine, generates what the coordinator sends, and ends when told to.
+    Each hosts one engine, generates what the coordinator sends, and ends when told to.
     """
     from dora.bus.settings import cluster_settings
     from dora.bus.topics import TopicAdmin, topic_plan
     from dora.consumers.continuation import check_recorded
-    from dora.producers.rollout import run_worker
+    from dora.producers.rollout import run_workers
 
     log_to_stderr()
     settings = cluster_settings(config.kafka)
     TopicAdmin(settings).verify(topic_plan(config))
     check_recorded(config, settings)
     name = worker_id or f"{socket.gethostname()}-{os.getpid()}"
-    run_worker(config, settings, name, stop_on_signals())
+    count = workers or config.rollout.workers_per_process
+    run_workers(config, settings, name, stop_on_signals(), count=count)

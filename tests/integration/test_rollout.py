@@ -12,7 +12,7 @@ import pytest
 from dora.bus.writer import LogWriter
 from dora.core.ring import worker_partition
 from dora.errors import FencedError, RunError
-from dora.producers.claim import claim_worker_id
+from dora.producers.claim import claim_worker_ids
 from dora.producers.coordinator import Coordinator
 from dora.producers.emulated_scoring import EmulatedScorer
 from dora.producers.engines import Engine
@@ -171,9 +171,9 @@ def test_a_worker_id_in_use_is_refused_and_a_free_one_is_not(cluster: Cluster) -
     with running(work(cluster, "w0")):
         cluster.until(lambda: cluster.all(Status), "the first worker to speak")
         with pytest.raises(RunError, match="worker id w0 is in use by process"):
-            claim_worker_id(cluster.settings, run, "w0", heartbeat_seconds=0.5)
-        claim_worker_id(cluster.settings, run, "w1", heartbeat_seconds=0.5)
-    claim_worker_id(cluster.settings, run, "w0", heartbeat_seconds=0.5)
+            claim_worker_ids(cluster.settings, run, ["w0"], heartbeat_seconds=0.5)
+        claim_worker_ids(cluster.settings, run, ["w1"], heartbeat_seconds=0.5)
+    claim_worker_ids(cluster.settings, run, ["w0"], heartbeat_seconds=0.5)
 
 
 def test_the_id_of_a_worker_that_died_without_a_word_comes_free(cluster: Cluster) -> None:
@@ -181,7 +181,7 @@ def test_the_id_of_a_worker_that_died_without_a_word_comes_free(cluster: Cluster
     run = cluster.config.run.name
     writer.send(cluster.topics.workers, Status(run, "w0", "rollout", "dead", "ready", 0), key="w0")
     writer.close()
-    claim_worker_id(cluster.settings, run, "w0", heartbeat_seconds=0.2)
+    claim_worker_ids(cluster.settings, run, ["w0"], heartbeat_seconds=0.2)
 
 
 def test_a_coordinator_with_another_configuration_is_refused(cluster: Cluster) -> None:

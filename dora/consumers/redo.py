@@ -14,11 +14,10 @@ from dora.bus.reader import LogReader
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.config import Config
-from dora.consumers.learning import create_learner
+from dora.consumers.learning import create_learner, starting_model
 from dora.consumers.ledger import History, new_state, read_ledger
 from dora.consumers.recovery import fetch_steps, samples_of_step
 from dora.errors import RunError
-from dora.weights.models import model_directory
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ def redo_run(
     redone, and what Kafka and the model refuse.
     """
     history = _history(config, settings, deadline)
-    learner = create_learner(config, model_directory(config.policy.model))
+    learner = create_learner(config, starting_model(config))
     differing: list[Difference] = []
 
     def compare(version: int, announced: str) -> str:

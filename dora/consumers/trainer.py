@@ -19,7 +19,7 @@ from dora.config import Config
 from dora.consumers.batch_wait import BatchWait
 from dora.consumers.checkpoints import Checkpoints
 from dora.consumers.heartbeat import PROCESS, Heartbeat
-from dora.consumers.learning import Learning, create_learner
+from dora.consumers.learning import Learning, create_learner, starting_model
 from dora.consumers.ledger import (
     History,
     LedgerWriter,
@@ -48,7 +48,6 @@ from dora.schemas.records import (
     Step,
     Trajectory,
 )
-from dora.weights.models import model_directory
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +165,7 @@ class Trainer:
         if self._complete:
             return False
         self._heartbeat.say("loading", "loading the model")
-        model = model_directory(self._config.policy.model)
+        model = starting_model(self._config)
         beat = self._heartbeat.beat
         self._learner = create_learner(self._config, model, progress=beat, ranks=self._ranks)
         self._planner = Planner(

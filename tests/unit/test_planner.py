@@ -1,0 +1,84 @@
+"""Which groups the planner hands out, and what it makes of trajectories of several versions."""
+
+from dataclasses import replace
+
+import pytest
+
+from dora.config_training import LossSection
+from dora.consumers.batch_metrics import batch_metrics
+from dora.consumers.planner import Planner, Prepared, prepare_samples
+from dora.core import ring
+from dora.core.state import RunState
+from dora.core.window import Window
+from dora.errors import RecordError
+from dora.schemas.records import Trajectory, VersionRun
+from tests.unit.test_batches import trajectory
+from tests.unit.test_state import SIZE, admission, entry
+
+LOSS = LossSection(drop_no_signal=True)
+
+
+def mixed(*versions: int) -> Trajectory:
+    mask = [0, *(1 for _ in versions)]
+    made = trajectory(list(range(len(mask))), mask, 1.0)
+    return replace(made, version_runs=tuple(VersionRun(version, 1) for version in versions))
+
+
+def test_tokens_of_another_version_are_refused_unless_the_schedule_is_partial() -> None:
+    with pytest.raises(RecordError, match=r"tokens of version 1 in a group of version 0$"):
+        prepare_samples([mixed(0, 1)], 0, 40, LOSS)
+    first, second = prepare_samples([mixed(0, 1, 2), mixed(0, 0)], 0, 40, LOSS, 2)
+    assert (first.mixed, second.mixed) == (True, False)
+    assert first.version == 0
+    assert batch_metrics([first, second], 2, 1.0)["mixed_version_share"] == 0.5
+
+
+def test_tokens_of_a_version_that_is_not_committed_or_older_than_the_group_are_refused() -> None:
+    with pytest.raises(RecordError, match="tokens of version 3 in a group of version 0 at version"):
+        prepare_samples([mixed(0, 3)], 0, 40, LOSS, 2)
+    with pytest.raises(RecordError, match="tokens of version 0 in a group of version 1 at version"):
+        prepare_samples([mixed(1, 0)], 1, 40, LOSS, 2)
+
+
+def take(planner: Planner, ordinal: int, rewards: tuple[float, float]) -> None:
+    group = ring.train_group_id(ordinal)
+    for sample, reward in enumerate(rewards):
+        made = trajectory([1, 2, 3], [0, 1, 1], reward, sample=sample)
+        named = replace(
+            made,
+            group_id=group,
+            ordinal=ordinal,
+            trajectory_id=ring.trajectory_id(group, sample),
+        )
+        planner.take(named, 0, 10 * ordinal + sample)
+
+
+def test_a_streamed_step_gets_groups_as_they_finish_and_is_told_when_it_is_complete() -> None:
+    state = RunState(Window(0, 2), SIZE)
+    planner = Planner(state, LOSS, 40)
+    state.start()
+    for ordinal in range(2):
+        state.admit(admission(ordinal))
+    taken: list[Prepared] = []
+    assert planner.stream(taken).blocked is not None
+    take(planner, 1, (0.0, 1.0))
+    first = planner.stream(taken)
+    assert first.blocked is None and first.following is not None
+    assert first.following.ref.ordinal == 1
+    taken.append(first.following)
+    assert planner.stream(taken).blocked is not None
+    take(planner, 0, (1.0, 1.0))
+    aside = planner.stream(taken)
+    assert aside.blocked is not None
+    assert [ref.reason for ref in aside.set_aside] == ["no_signal"]
+    planner_step = entry(0, 0, (), aside.set_aside)
+    state.commit(planner_step)
+    planner.committed(planner_step)
+    state.admit(admission(2))
+    take(planner, 2, (1.0, 0.0))
+    second = planner.stream(taken)
+    assert second.following is not None
+    taken.append(second.following)
+    whole = planner.stream(taken)
+    assert whole.blocked is None and whole.following is None
+    assert [prepared.ref.ordinal for prepared in whole.batch] == [1, 2], "in the order taken"

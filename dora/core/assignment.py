@@ -29,10 +29,10 @@ WORTH_A_LOAD = 0.25
 class Situation:
     """What a plan is made for.
 
-    `admissible` new groups may start under `newest`, or, of these, as many as `older` names under
-    an older version. `whole` admits them all at once, be there room or not. `roams`: whoever hosts
-    the newest version generates for all (partial rollouts). `many`: workers host several versions.
-    `migration`: work may be taken from a worker for the sake of an older version.
+    `admissible` new groups may start under `newest`, or, of these, as many as `older` says under
+    the one older version that it names. `whole` admits them all at once, be there room or not.
+    `roams`: whoever hosts the newest version generates for all (partial rollouts). `many`: workers
+    host several versions. `migration`: work may be taken from a worker for an older version's sake.
     """
 
     newest: int
@@ -204,11 +204,11 @@ class _Planner:
             self.switch(name, newest, f"idle, and version {newest} is the newest")
 
     def admit(self) -> None:
-        """New groups, under the newest version and, where that has no room, under older ones."""
+        """New groups: first under an older version, for the rule for these holds in the journal
+        before the others."""
         it = self.it
         ordinal, end = it.next_ordinal, it.next_ordinal + max(it.admissible, 0)
-        older = sorted(it.older, reverse=True)
-        for version in (it.newest, *older):
+        for version in (*it.older, it.newest):
             limit = end if version == it.newest else min(end, ordinal + it.older[version])
             while ordinal < limit:
                 full = len(self.starts) >= STARTS_PER_PLAN or self.host(version) is None

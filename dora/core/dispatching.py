@@ -9,6 +9,7 @@ from heapq import nlargest
 
 from dora.core.assignment import Situation, assign
 from dora.core.decisions import Rules, Yield
+from dora.core.filling import fillable, oldest_filled
 from dora.core.placement import Plan, Switch
 from dora.core.rebalancing import Rebalancing
 from dora.core.roster import Roster
@@ -44,6 +45,7 @@ class Dispatch:
                 admissible=0 if blocked else admissible,
                 next_ordinal=state.next_ordinal,
                 group_size=self._rules.group_size,
+                older={} if blocked else self._older(admissible),
                 whole=schedule.whole,
                 roams=schedule.roams,
                 many=schedule.adapters,
@@ -51,15 +53,39 @@ class Dispatch:
             ),
         )
         demand = (admissible - len(made.plan.admissions)) * self._rules.group_size
-        moves = self._moves(made.homeless, demand, now)
+        pool = self._roster.pool
+        left = {pool.view(switch.worker).version for switch in made.plan.switches}
+        moves = self._moves(made.homeless, demand, left, now)
         giving = {each.worker.process for each in moves}
         if any(start.worker in giving for start in made.plan.starts):
             starts = tuple(start for start in made.plan.starts if start.worker not in giving)
             return replace(made.plan, starts=starts), moves
         return made.plan, moves
 
-    def _moves(self, homeless: list[int], demand: int, now: float) -> list[Yield]:
-        """What is to go to another worker."""
+    def _older(self, admissible: int) -> dict[int, int]:
+        """An older version with idle slots on its last worker, and how many groups may start under
+        it; none where the newest version has room for all that may start."""
+        window, newest, size = self._rules.window, self._state.newest, self._rules.group_size
+        pool = self._roster.pool
+        schedule = self._rules.schedule
+        if not schedule.fills:
+            return {}
+        if admissible * size <= pool.shelf(newest).room:
+            return {}
+        for version in range(newest - 1, oldest_filled(window, newest) - 1, -1):
+            shelf = pool.shelf(version)
+            alone = shelf.workers - shelf.leaving == 1
+            if not (alone and shelf.room) or self._waiting.count(version):
+                continue
+            most = min(admissible, -(-shelf.room // size))
+            count = fillable(window, newest, self._state.outstanding, version, most)
+            if count:
+                return {version: count}
+        return {}
+
+    def _moves(self, homeless: list[int], demand: int, left: set[int], now: float) -> list[Yield]:
+        """What is to go to another worker. Versions that workers have just `left` are looked at
+        once these are gone: their room goes with them."""
         roster, newest = self._roster, self._state.newest
         moves: list[Yield] = []
         if self._rules.schedule.moves:
@@ -70,6 +96,7 @@ class Dispatch:
                     self._waiting,
                     newest=newest,
                     demand=demand,
+                    left=left,
                     quiet_since=roster.settled_at,
                     now=now,
                 )

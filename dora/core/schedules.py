@@ -44,6 +44,11 @@ class Schedule:
         return self.migration and not (self.roams or self.adapters)
 
     @property
+    def fills(self) -> bool:
+        """Whether groups start under an older version where its worker has idle slots."""
+        return self.fill_older and self.kind == "dora" and not self.adapters
+
+    @property
     def pauses(self) -> bool:
         """Whether generation stops while a step is trained."""
         return self.colocated and self.roams

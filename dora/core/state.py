@@ -154,12 +154,12 @@ class RunState:
                 f"group {group.group_id} admits ordinal {group.ordinal} again: "
                 f"the journal is at {self.next_ordinal} already"
             )
-        if group.version < self._journal_version:
+        if group.version < self._journal_version - self.window.admitted_behind:
             raise ValueError(
                 f"group {group.group_id} is admitted under version {group.version} "
                 f"after one of version {self._journal_version}"
             )
-        self._journal_version = group.version
+        self._journal_version = max(self._journal_version, group.version)
         self.next_ordinal = group.ordinal + 1
         if group.version < self._floor:
             return

@@ -114,6 +114,12 @@ class Window:
         """
         return (version + self.max_staleness - newest) * self.groups_per_step
 
+    @property
+    def admitted_behind(self) -> int:
+        """How far the journal's versions may go back: groups may start under an older live version
+        (see `core.filling`), but not where steps may be short."""
+        return self.max_staleness if self.tokens_per_step is None else 0
+
     def oldest_live(self, newest: int) -> int:
         """Oldest version that may still be trained at `newest`."""
         return max(0, newest - self.max_staleness)

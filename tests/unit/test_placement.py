@@ -174,10 +174,10 @@ def test_a_whole_batch_is_admitted_although_there_is_no_room_for_all() -> None:
     assert len(made.starts) == 3
 
 
-def test_older_versions_are_filled_only_where_the_newest_has_no_room() -> None:
-    workers = [WorkerView("a", 4, 6, 2), WorkerView("b", 5, 2, 0)]
+def test_an_older_version_is_filled_first_and_the_newest_gets_the_rest() -> None:
+    workers = [WorkerView("a", 4, 6, 2), WorkerView("b", 5, 4, 0)]
     made = assigned(workers, admissible=9, older={4: 1}).plan
-    assert [(a.ordinal, a.version) for a in made.admissions] == [(100, 5), (101, 4)]
+    assert [(a.ordinal, a.version) for a in made.admissions] == [(100, 4), (101, 5), (102, 5)]
     assert not assigned(workers[:1], admissible=0, older={4: 3}).plan.admissions
 
 

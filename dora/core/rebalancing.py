@@ -6,7 +6,7 @@ no worker. A worker that got a version or another's requests within the last per
 so nothing moves twice within a period, and a state that does not change is balanced once.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from math import ceil
 
@@ -72,13 +72,15 @@ class Rebalancing:
         *,
         newest: int,
         demand: int,
+        left: Set[int] = frozenset(),
         quiet_since: Callable[[str], float],
         now: float,
     ) -> list[Emptied]:
         """Workers of old versions to be emptied, oldest version first, because the others of their
         version have room for their requests and the newest has use for them.
 
-        `demand` is how many requests could run under the newest version, beyond those that do.
+        `demand` is how many requests could run under the newest version, beyond those that do;
+        versions in `left` are losing workers in this very moment and wait.
         """
         old = [v for v in pool.hosting() if v != newest]
         if not old:
@@ -90,7 +92,7 @@ class Rebalancing:
         wanted -= self._coming(pool, newest)
         emptied: list[Emptied] = []
         for version in old:
-            if not self.due(version, newest, now):
+            if version in left or not self.due(version, newest, now):
                 continue
             for view in self._spare(pool, waiting, version, fair[version], quiet_since, now):
                 if wanted < view.capacity * _WORTH_FREEING:

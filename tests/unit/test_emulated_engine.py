@@ -1,15 +1,17 @@
 """The emulated engine in virtual time."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dora.config import Config
-from dora.errors import DoraError, WeightsError
+from dora.errors import DoraError, PolicyError, WeightsError
 from dora.producers.engines import create_engine
 from dora.producers.engines.base import Delta, Request, Sampling, complete, refusal, resumed_seed
 from dora.producers.engines.emulated import EmulatedEngine, EmulatedSpec
+from dora.producers.engines.emulated_spec import emulated_spec
 
 STOP = 1
 VOCABULARY = 100
@@ -34,7 +36,11 @@ def time() -> VirtualTime:
     return VirtualTime()
 
 
+OPTIONS = ("report_every", "waits", "hosts_many")
+
+
 def make(time: VirtualTime, *, capacity: int = 256, **changes: object) -> EmulatedEngine:
+    options = {name: changes.pop(name) for name in OPTIONS if name in changes}
     spec = EmulatedSpec(**{"load_seconds": 0.0, **changes})  # type: ignore[arg-type]
     engine = EmulatedEngine(
         spec,
@@ -43,6 +49,7 @@ def make(time: VirtualTime, *, capacity: int = 256, **changes: object) -> Emulat
         max_model_len=2000,
         clock=time.clock,
         sleep=time.sleep,
+        **options,  # type: ignore[arg-type]
     )
     engine.load(Path("anywhere"), 0)
     return engine
@@ -283,3 +290,158 @@ def test_the_configuration_makes_an_emulated_engine(tmp_path: Path, time: Virtua
     assert delta.finish_reason == "stop"
     assert len(delta.token_ids) == 4
     assert engine.score([3, 4]) == [-math.log(32)]
+
+
+def test_tokens_are_reported_in_chunks_and_at_the_end(time: VirtualTime) -> None:
+    engine = make(time, report_every=8, length="fixed", length_mean=20)
+    engine.add(request("a", prefix=(9, 9, 9)))
+    deltas = drain(engine)["a"]
+    assert [len(delta.token_ids) for delta in deltas] == [5, 8, 4]
+    assert [len(delta.logprobs) for delta in deltas] == [5, 8, 4]
+    assert tokens(deltas)[-1] == STOP
+
+
+def test_chunks_hold_the_tokens_that_single_reports_would(time: VirtualTime) -> None:
+    one, many = make(time, length_mean=300), make(time, length_mean=300, report_every=64)
+    one.add(request("a"))
+    many.add(request("a"))
+    assert tokens(drain(one)["a"]) == tokens(drain(many)["a"])
+
+
+def test_what_was_generated_since_the_last_report_can_be_had(time: VirtualTime) -> None:
+    engine = make(
+        time, report_every=100, length="fixed", length_mean=300, iteration_seconds_per_sequence=0
+    )
+    whole = make(time, length="fixed", length_mean=300)
+    whole.add(request("a"))
+    assert engine.unreported("a") is None
+    engine.add(request("a"))
+    assert engine.unreported("a") is None
+    time.now += 0.024 * 130.5
+    (delta,) = engine.step()
+    assert len(delta.token_ids) == 100
+    rest = engine.unreported("a")
+    assert rest is not None
+    assert (len(rest.token_ids), rest.finish_reason) == (30, None)
+    assert engine.unreported("a") is None
+    response = tokens(drain(whole)["a"])
+    assert response[:130] == (*delta.token_ids, *rest.token_ids)
+    # One that has ended keeps its last token for whoever goes on with it.
+    time.now += 60.0
+    rest = engine.unreported("a")
+    assert rest is not None
+    assert len(rest.token_ids) == 169
+    engine.abort("a")
+    engine.add(request("a", prefix=response[:299]))
+    assert tokens(drain(engine)["a"]) == (STOP,)
+
+
+def test_an_engine_that_does_not_wait_says_when_to_come_again(time: VirtualTime) -> None:
+    engine = make(time, waits=False, report_every=10, length="fixed", length_mean=15)
+    assert engine.step() == []
+    engine.add(request("a"))
+    assert engine.step() == []
+    assert engine.due() == pytest.approx(10 * 0.0241, rel=1e-3)
+    time.now += engine.due() + 1e-6
+    assert [len(delta.token_ids) for delta in engine.step()] == [10]
+    time.now += 0.5
+    assert engine.due() == 0.0
+    (delta,) = engine.step()
+    assert (len(delta.token_ids), delta.finish_reason) == (5, "stop")
+    # It ended 0.38 s before it was asked for, after about the same time.
+    assert engine.metrics["emulation_late_share"] == pytest.approx(0.38 / 0.36, rel=0.02)
+    assert engine.due() == 1.0
+
+
+def test_a_pause_stops_the_device(time: VirtualTime) -> None:
+    engine = make(time, waits=False, length="fixed", length_mean=5)
+    engine.add(request("a"))
+    engine.pause()
+    time.now += 10.0
+    assert engine.step() == []
+    engine.resume()
+    assert engine.due() == pytest.approx(0.0241, rel=1e-2)
+
+
+def test_a_full_cache_preempts_and_all_ends_well(time: VirtualTime) -> None:
+    engine = make(time, kv_cache_tokens=40, length="fixed", length_mean=25, report_every=4)
+    alone = make(time, length="fixed", length_mean=25)
+    names = ("a", "b", "c")
+    for name in names:
+        engine.add(request(name))
+        alone.add(request(name))
+    early = [delta for delta in engine.step() if delta.request_id == "c"]
+    assert 0 < engine.memory_used <= 1
+    deltas, expected = drain(engine), drain(alone)
+    assert engine.metrics["preemptions_total"] > 0
+    assert engine.memory_used == 0.0
+    assert tokens([*early, *deltas["c"]]) == tokens(expected["c"])
+
+
+def test_a_request_larger_than_the_memory_ends_with_its_error(time: VirtualTime) -> None:
+    engine = make(time, kv_cache_tokens=20, length="fixed", length_mean=25)
+    engine.add(request("a"))
+    (delta,) = engine.step()
+    assert delta.finish_reason == "error"
+    assert "grows to 28 tokens, but the key-value cache holds 20" in (delta.error or "")
+
+
+def test_versions_are_loaded_beside_what_runs(time: VirtualTime) -> None:
+    engine = make(
+        time, hosts_many=True, waits=False, load_seconds=2.0, length="fixed", length_mean=100,
+        report_every=50,
+    )  # fmt: skip
+    time.now += 2.0
+    engine.add(replace(request("old"), version=0))
+    engine.load(Path("anywhere"), 1)
+    assert engine.versions == {0, 1}
+    assert engine.version == 1
+    engine.add(replace(request("new"), version=1))
+    with pytest.raises(DoraError, match="version 2 is not hosted; hosted are 0, 1"):
+        engine.add(replace(request("none"), version=2))
+    with pytest.raises(DoraError, match="version 0 cannot be unloaded: 1 requests"):
+        engine.unload(0)
+    ends: dict[str, float] = {}
+    start = time.now
+    while engine.running:
+        time.now += max(engine.due(), 1e-6)
+        ends |= {d.request_id: time.now - start for d in engine.step() if d.finish_reason}
+    assert ends["old"] == pytest.approx(100 * 0.0241, rel=0.01)
+    assert ends["new"] == pytest.approx(2.0 + 100 * 0.0241, rel=0.01)
+    engine.unload(0)
+    assert engine.versions == {1}
+
+
+def test_the_number_of_a_worker_chooses_its_speed() -> None:
+    config = Config.model_validate(
+        {
+            "run": {"name": "r"},
+            "policy": {"model": "emulated"},
+            "task": {"kind": "synthetic"},
+            "trainer": {"steps": 1, "engine": "emulated"},
+            "rollout": {"engine": "emulated", "emulated": {"speeds": [1.0, 0.5, 0.25]}},
+        }
+    )
+    speeds = [emulated_spec(config, name).speed for name in ("w0", "w1", "rollout-5", "other")]
+    assert speeds == [1.0, 0.5, 0.25, 1.0]
+
+
+def test_lengths_from_a_file_are_checked_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "lengths.txt").write_text("5\nx\n")
+    config = Config.model_validate(
+        {
+            "run": {"name": "r"},
+            "policy": {"model": "emulated"},
+            "task": {"kind": "synthetic"},
+            "trainer": {"steps": 1, "engine": "emulated"},
+            "rollout": {
+                "engine": "emulated",
+                "emulated": {"length": "empirical", "length_file": "lengths.txt"},
+            },
+            "home": str(tmp_path),
+        }
+    )
+    with pytest.raises(PolicyError, match="line 2 is 'x'"):
+        create_engine(config, "w0")
+    (tmp_path / "lengths.txt").write_text("5\n600\n")
+    assert emulated_spec(config, "w0").length_values == (5, 600)

@@ -28,6 +28,7 @@ class Dispatch:
         self._state = state
         self._roster = roster
         self._waiting = waiting
+        roster.pool.follows = rules.schedule.roams or rules.schedule.adapters
         self._rebalancing = Rebalancing(
             rules.schedule.rebalance_seconds, rules.schedule.memory_threshold
         )

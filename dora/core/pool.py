@@ -50,6 +50,8 @@ class Pool:
 
     def __init__(self) -> None:
         self.newest = -1
+        self.follows = False
+        """Whether busy workers load the newest version too; `behind` is kept for these only."""
         self.capacity = 0
         self.capability = 0.0
         self.arriving: dict[int, int] = {}
@@ -100,6 +102,10 @@ class Pool:
         if newest == self.newest:
             return
         self.newest = newest
+        if self.follows:
+            self._fall_behind()
+
+    def _fall_behind(self) -> None:
         self.behind = {name: None for name, view in self._views.items() if self._is_behind(view)}
 
     def shelf(self, version: int) -> Shelf:
@@ -150,6 +156,8 @@ class Pool:
         return iter(tuple(self.shelf(version).idle))
 
     def _is_behind(self, view: WorkerView) -> bool:
+        if not self.follows:
+            return False
         if view.versions:
             return self.newest not in view.versions and view.switching_to is None
         return view.version != self.newest and view.switching_to is None

@@ -17,9 +17,10 @@ def work(version: int, ordinal: int = 0, sample: int = 0, attempt: int = 1) -> U
     return Unplaced(f"g{ordinal}", sample, version, ordinal, "train", attempt)
 
 
-def pool_of(workers: list[WorkerView], newest: int = 5) -> Pool:
+def pool_of(workers: list[WorkerView], *, follows: bool = False) -> Pool:
     pool = Pool()
-    pool.turn_to(newest)
+    pool.follows = follows
+    pool.turn_to(5)
     for worker in workers:
         pool.put(worker)
     return pool
@@ -42,7 +43,8 @@ def assigned(
     **flags: bool,
 ) -> Assignment:
     situation = Situation(5, admissible, 100, group_size, older or {}, **flags)
-    return assign(pool_of(workers), waiting_of(unplaced), situation)
+    pool = pool_of(workers, follows=situation.roams or situation.many)
+    return assign(pool, waiting_of(unplaced), situation)
 
 
 def make(workers: list[WorkerView], unplaced: list[Unplaced] = [], **given: int) -> Plan:  # noqa: B006
@@ -224,7 +226,7 @@ def test_every_plan_keeps_the_invariants(
     for start in made.starts:
         host = by_name[start.worker]
         assert host.version == start.work.version and host.switching_to is None
-        assert not host.pressed
+        assert not host.pressed or not host.load
     for worker in workers:
         sent = sum(s.worker == worker.name for s in made.starts)
         assert worker.load + sent <= max(worker.capacity, worker.load)

@@ -1,8 +1,8 @@
 """How fast virtual time passes: simulated events per second, by the size of the cluster.
 
-    python benchmarks/bench_simulation.py [WORKERS ...]
+    python benchmarks/bench_simulation.py [WORKERS[:STEPS] ...]
 
-Each worker has 16 slots of short samples; a step takes what all workers generate in two waves.
+Each worker has 16 slots; a step takes what all workers generate in two waves.
 An event is the start or the end of a trajectory, with all that follows from it: the device, the
 records, the real coordinator, the trainer.
 """
@@ -32,16 +32,16 @@ def measure(workers: int, steps: int = 3) -> str:
         training_seconds=100.0,
     )
     scenario = scenario_of(
-        Workload(preset), schedule_variant("dora:1"), workers, steps=steps, warmup=1
+        Workload(preset), schedule_variant("dora:1"), workers, steps=steps, warmup=steps // 2
     )
     simulation = Simulation(scenario)
     decide, longest, deciding = simulation.core.decide, 0.0, 0.0
 
     def timed(now: float) -> object:
         nonlocal longest, deciding
-        began = time.process_time()
+        began = time.perf_counter()
         decision = decide(now)
-        took = time.process_time() - began
+        took = time.perf_counter() - began
         longest, deciding = max(longest, took), deciding + took
         return decision
 
@@ -61,5 +61,6 @@ def measure(workers: int, steps: int = 3) -> str:
 
 
 if __name__ == "__main__":
-    for size in [int(text) for text in sys.argv[1:]] or SIZES:
-        print(measure(size), flush=True)
+    for text in sys.argv[1:] or map(str, SIZES):
+        size, _, number = text.partition(":")
+        print(measure(int(size), int(number or 3)), flush=True)

@@ -48,6 +48,7 @@ class Mailbox:
         self._delay = delay
         self._tick = tick
         self._wake = wake
+        self._listening = True
         self._records: deque[tuple[float, Record, int]] = deque()
         self._wakes_at: float | None = None
 
@@ -55,8 +56,14 @@ class Mailbox:
         """Write a record."""
         arrival = self._events.now + self._delay
         self._records.append((arrival, record, offset))
-        if self._wakes_at is None:
+        if self._wakes_at is None and self._listening:
             self.call(arrival)
+
+    def listen(self, listening: bool) -> None:
+        """Whether the reader is to be woken by what arrives; it may look by itself at any time."""
+        self._listening = listening
+        if listening and self._records:
+            self.call(self._records[0][0])
 
     def call(self, time: float) -> None:
         """Wake the reader at `time`, or at the tick after it."""
@@ -71,7 +78,7 @@ class Mailbox:
             return
         self._wakes_at = None
         self._wake()
-        if self._records:
+        if self._records and self._listening:
             self.call(max(self._records[0][0], self._events.now))
 
     def arrived(self) -> Iterator[tuple[Record, int]]:

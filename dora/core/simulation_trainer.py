@@ -34,7 +34,7 @@ class SimulatedTrainer:
         rules = scenario.rules
         self.state = RunState(rules.window, rules.group_size)
         self.steps: list[TrainedStep] = []
-        self.inbox = Mailbox(events, scenario.control_seconds, 0.0, self._read)
+        self.inbox = Mailbox(events, scenario.control_seconds, scenario.tick_seconds, self._read)
         self._scenario = scenario
         self._events = events
         self._tally = tally
@@ -76,6 +76,7 @@ class SimulatedTrainer:
 
     def _wait(self) -> None:
         self._waits_since = self._events.now
+        self.inbox.listen(True)
         self._say("waiting")
         self._try()
 
@@ -97,6 +98,7 @@ class SimulatedTrainer:
         began, waited_at = self._events.now, self._waits_since
         assert waited_at is not None
         self._waits_since = None
+        self.inbox.listen(False)
         self._say("training")
         self._tally.trains(True, began)
         scenario = self._scenario

@@ -30,7 +30,8 @@ class Situation:
     """What a plan is made for.
 
     `admissible` new groups may start under `newest`, or, of these, as many as `older` says under
-    the one older version that it names. `whole` admits them all at once, be there room or not.
+    the one older version that it names. `whole` admits them all at once, be there room or not;
+    `ahead` admits until that many trajectories wait, whose order of starts is not the journal's.
     `roams`: whoever hosts the newest version generates for all (partial rollouts). `many`: workers
     host several versions. `migration`: work may be taken from a worker for an older version's sake.
     """
@@ -41,6 +42,7 @@ class Situation:
     group_size: int
     older: Mapping[int, int] = field(default_factory=dict)
     whole: bool = False
+    ahead: int = 0
     roams: bool = False
     many: bool = False
     migration: bool = False
@@ -83,8 +85,9 @@ class _Planner:
                 left[version] = rest
         homeless = [] if self.it.roams else self.house(left)
         self.go_to_newest()
-        if not left.get(self.it.newest):
-            self.admit()
+        waits = left.get(self.it.newest, 0)
+        if not waits or waits < self.it.ahead:
+            self.admit(waits)
         plan = Plan(tuple(self.admissions), tuple(self.starts), tuple(self.switches.values()))
         return Assignment(plan, homeless)
 
@@ -203,19 +206,27 @@ class _Planner:
                 return
             self.switch(name, newest, f"idle, and version {newest} is the newest")
 
-    def admit(self) -> None:
+    def admit(self, waits: int) -> None:
         """New groups: first under an older version, for the rule for these holds in the journal
         before the others."""
         it = self.it
         ordinal, end = it.next_ordinal, it.next_ordinal + max(it.admissible, 0)
         for version in (*it.older, it.newest):
-            limit = end if version == it.newest else min(end, ordinal + it.older[version])
-            while ordinal < limit:
-                full = len(self.starts) >= STARTS_PER_PLAN or self.host(version) is None
-                if full and not (it.whole and version == it.newest):
-                    break
-                self.begin(ordinal, version)
+            newest = version == it.newest
+            limit = end if newest else min(end, ordinal + it.older[version])
+            while ordinal < limit and self.may_admit(version, waits):
+                if newest and it.ahead:  # what waits is placed by rank in the next plan
+                    self.admissions.append(Admit(train_group_id(ordinal), ordinal, version))
+                    waits += it.group_size
+                else:
+                    self.begin(ordinal, version)
                 ordinal += 1
+
+    def may_admit(self, version: int, waits: int) -> bool:
+        """Whether one more group may be admitted, as far as placement is concerned."""
+        if version == self.it.newest and (self.it.whole or self.it.ahead):
+            return self.it.whole or waits < self.it.ahead
+        return len(self.starts) < STARTS_PER_PLAN and self.host(version) is not None
 
     def begin(self, ordinal: int, version: int) -> None:
         """Admits a group and starts it: on one worker if it fits there whole, else sample by

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from dora.core.decisions import Decision, Rules, Yield
 from dora.core.dispatching import Dispatch
+from dora.core.history import History, PromptOf
 from dora.core.placement import Admit, Plan, Unplaced, due_evaluations
 from dora.core.prefixes import Prefix
 from dora.core.ring import eval_group_id, parse_trajectory_id, trajectory_id
@@ -37,9 +38,9 @@ __all__ = ["Coordination", "Decision", "Rules", "Yield"]
 
 class Coordination:
     """Feed the log to `take`; then `decide`, commit, and tell `committed`. `incarnation` is the
-    coordinator's own."""
+    coordinator's own; `prompt_of` is needed to start long groups first."""
 
-    def __init__(self, rules: Rules, incarnation: str) -> None:
+    def __init__(self, rules: Rules, incarnation: str, prompt_of: PromptOf | None = None) -> None:
         self.rules = rules
         self.state = RunState(rules.window, rules.group_size, rules.success_threshold)
         self.roster = Roster(
@@ -62,7 +63,11 @@ class Coordination:
         self.takeovers = 0
         self.migrations = 0
         self.resumed_tokens = 0
-        self._dispatch = Dispatch(rules, self.state, self.roster, self.unplaced)
+        ranked = rules.schedule.longest_first
+        self._history = History(prompt_of) if ranked and prompt_of is not None else None
+        self._dispatch = Dispatch(
+            rules, self.state, self.roster, self.unplaced, ranked=self._history is not None
+        )
         self._incarnation = incarnation
         self._echo_at: float | None = None
         self._decided_at: float | None = None
@@ -82,9 +87,12 @@ class Coordination:
         """
         match record:
             case Trajectory():
-                outcome = self.state.finish(finished_facts(record, partition, offset))
+                facts = finished_facts(record, partition, offset)
+                outcome = self.state.finish(facts)
                 if outcome == "counted":
                     self._finished(record.trajectory_id)
+                    if self._history is not None and record.purpose == "train":
+                        self._history.finished(record.ordinal, facts.generated_tokens)
                 elif outcome in ("unknown", "foreign"):
                     self.roster.seen_attempt(record.trajectory_id, record.attempt)
             case Chunk() if live:
@@ -262,7 +270,9 @@ class Coordination:
         if work is None:
             return
         if work.attempt == 0:
-            self.unplaced[identity] = work
+            history = self._history if work.purpose == "train" else None
+            rank = 0.0 if history is None else -history.expected(work.ordinal)
+            self.unplaced.put(identity, work, rank)
         else:
             self.scans[identity] = work
 

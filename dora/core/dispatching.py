@@ -22,7 +22,10 @@ from dora.schemas.records import Status
 class Dispatch:
     """Plans over what a coordination knows; it owns only when it last rebalanced and paused."""
 
-    def __init__(self, rules: Rules, state: RunState, roster: Roster, waiting: Waiting) -> None:
+    def __init__(
+        self, rules: Rules, state: RunState, roster: Roster, waiting: Waiting, *, ranked: bool
+    ) -> None:
+        self._ranked = ranked
         self.pauses = Pauses()
         self._rules = rules
         self._state = state
@@ -48,6 +51,7 @@ class Dispatch:
                 group_size=self._rules.group_size,
                 older={} if blocked else self._older(admissible),
                 whole=schedule.whole,
+                ahead=self._ahead(),
                 roams=schedule.roams,
                 many=schedule.adapters,
                 migration=schedule.moves,
@@ -62,6 +66,15 @@ class Dispatch:
             starts = tuple(start for start in made.plan.starts if start.worker not in giving)
             return replace(made.plan, starts=starts), moves
         return made.plan, moves
+
+    def _ahead(self) -> int:
+        """How many trajectories may wait so that the longest of them start first. With a window of
+        one version, all; else they would wait under a version that is no more the newest."""
+        if not self._ranked:
+            return 0
+        if self._rules.window.max_staleness == 0:
+            return self._rules.window.capacity * self._rules.group_size
+        return self._roster.pool.capacity // 4
 
     def _older(self, admissible: int) -> dict[int, int]:
         """An older version with idle slots on its last worker, and how many groups may start under

@@ -28,6 +28,7 @@ from dora.core.roster import GONE
 from dora.core.schedules import Schedule
 from dora.core.window import Window
 from dora.errors import DeadlineError
+from dora.producers.prompt_identity import prompt_identity
 from dora.producers.record_maker import RecordMaker
 from dora.producers.run_fold import RunFold
 from dora.producers.takeover import ChunkScanner, Lost
@@ -90,7 +91,11 @@ class Coordinator:
             transaction_timeout=config.kafka.transaction_timeout_seconds,
             partitions=self._written(),
         )
-        self._coordination = Coordination(rules_of(config), self._incarnation)
+        self._coordination = Coordination(
+            rules_of(config),
+            self._incarnation,
+            prompt_identity(config) if config.schedule.longest_first else None,
+        )
         self._fold = RunFold(config, settings, self._coordination, clock)
         self._scanner = ChunkScanner(settings, mixed=config.schedule.kind == "partial")
         self._writer = LogWriter(settings, client_id="coordinator")

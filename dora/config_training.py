@@ -99,7 +99,8 @@ class TrainerSection(Section):
     """How long a rank waits for the others before all of them stop."""
     streamed: bool = False
     """Begin forward and backward passes on groups as they finish, and update once the batch is
-    complete; the same gradients, up to rounding, sooner. For one rank, float32 and ZeRO stage 0."""
+    complete; the same gradients, up to rounding, sooner. For one rank; not
+    with ZeRO stage 3 or float16."""
     engine: Literal["deepspeed", "emulated"] = "deepspeed"
     """What trains: DeepSpeed, or a latency model that waits and leaves the weights as they are."""
     emulated: EmulatedTrainerSection = EmulatedTrainerSection()
@@ -132,8 +133,9 @@ def check_streaming(trainer: TrainerSection, dtype: str, colocated: bool) -> Non
         )
     zero = trainer.deepspeed.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
-    if trainer.engine == "deepspeed" and (stage or dtype != "float32"):
+    if trainer.engine == "deepspeed" and (stage not in (0, 1, 2) or dtype == "float16"):
         raise ValueError(
-            "trainer.streamed divides gradients once a step is complete, which needs them as they "
-            f"are: ZeRO stage 0 (not {stage}) and policy.dtype = float32 (not {dtype})"
+            "trainer.streamed divides gradients once a step is complete, which is possible under "
+            f"ZeRO stages 0, 1 and 2 (not {stage}) and with policy.dtype float32 or bfloat16 (not "
+            f"{dtype})"
         )

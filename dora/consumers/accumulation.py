@@ -14,6 +14,7 @@ import torch
 from dora.config import Config
 from dora.consumers.batches import (
     Sample,
+    assemble,
     contributes,
     denominator,
     ends_part,
@@ -56,15 +57,16 @@ class Accumulation:
         self._part = 0
         self._open: list[Sample] = []  # of the optimizer batch that is not complete
         self._part_loss = 0.0
-        self._passed = False  # whether the open optimizer batch has a gradient
+        self._shortest: Sample | None = None  # of those with a gradient in the open batch
         self._groups = 0
         self._start: dict[str, torch.Tensor] | None = None
         self.samples: list[Sample] = []
 
     @property
-    def changed(self) -> bool:
-        """Whether an optimizer update was made."""
-        return bool(self._sums.norms)
+    def droppable(self) -> bool:
+        """Whether the weights are those of the step's start, and its gradient can be dropped."""
+        partitioned = self._passes.partitioned and self._shortest is not None
+        return not self._sums.norms and not partitioned
 
     def add(self, group: Sequence[Sample]) -> None:
         """Add the gradient of a group, and update where its optimizer batch is complete."""
@@ -80,7 +82,9 @@ class Accumulation:
             self._part_loss += self._sums.add(parts, logprobs)
             if self._part == 0:
                 drift_of(batch, logprobs, dict(enumerate(group)), self.version, self._mismatch)
-            self._passed = True
+        held = [] if self._shortest is None else [self._shortest]
+        passed = [*held, *(group[i] for i in chosen)]
+        self._shortest = min(passed, key=lambda s: len(s.token_ids), default=None)
         self.samples += group
         self._open += group
         self._groups += 1
@@ -108,7 +112,11 @@ class Accumulation:
         more = self._part + 1 < self._config.trainer.updates_per_step
         if more and self._start is None and self._loss.importance_cap is not None:
             self._start = self._passes.weights()
-        if self._passed:
+        if self._shortest is not None:
+            if self._passes.partitioned:
+                # Which pass is the last one is known only now: one more, without weight.
+                idle = assemble([self._shortest], [0], [0.0])
+                self._passes.learn(idle, None, last=True)
             divisor = denominator(self._open, self._loss)
             self._rate = self._passes.set_learning_rate(self._update + self._part)
             self._sums.norms.append(self._passes.step(self._update + self._part, divisor))
@@ -116,4 +124,4 @@ class Accumulation:
         self._part += 1
         self._open = []
         self._part_loss = 0.0
-        self._passed = False
+        self._shortest = None

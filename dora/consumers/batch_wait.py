@@ -24,10 +24,13 @@ SET_ASIDE_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A batch to be trained; of a streamed step `computed_seconds` were spent on it already."""
+    """A batch to be trained."""
 
     decision: Decision
     computed_seconds: float = 0.0
+    """Spent on the groups of a streamed step already."""
+    streamed_seconds: float = 0.0
+    """The part of it that was spent before the last group was taken."""
 
 
 class BatchWait:
@@ -71,18 +74,19 @@ class BatchWait:
         `learner` raises.
         """
         taken: list[Prepared] = []
-        computed = 0.0
+        computed = last = 0.0
         learner.begin(self._state.newest)
         while True:
             decision = self._until(stop, lambda: self._planner.stream(taken))
             if decision is None:
                 return None
             if decision.following is None:
-                return Ready(decision, computed)
+                return Ready(decision, computed, computed - last)
             began = time.monotonic()
             learner.add(decision.following.samples)
             taken.append(decision.following)
-            computed += time.monotonic() - began
+            last = time.monotonic() - began
+            computed += last
 
     def _until(self, stop: threading.Event, decide: Callable[[], Decision]) -> Decision | None:
         since = aside_at = time.monotonic()

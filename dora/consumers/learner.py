@@ -206,9 +206,9 @@ class Learner:
         if left is not None:
             self._streamed = None
             self._passes.drop()
-            if left.changed:
+            if not left.droppable:
                 raise PolicyError(
-                    "a streamed step was left after it changed the weights",
+                    "a streamed step was left after it changed weights or ZeRO's gradients",
                     hint="Start the trainer again: it goes on from the last checkpoint.",
                 )
         self._keep(version)

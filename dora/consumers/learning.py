@@ -56,7 +56,7 @@ class Learning(Protocol):
 
     def begin(self, version: int) -> None:
         """Begin a streamed step at `version`. One that was begun and not finished is dropped, which
-        is a PolicyError once it has changed the weights."""
+        is a PolicyError once it has changed the weights (or has gradients, under ZeRO)."""
 
     def add(self, group: Sequence[Sample]) -> None:
         """Compute on one group of the step that was begun."""

@@ -86,27 +86,32 @@ class Passes:
         return parts, logprobs.detach()
 
     def step(self, update: int, divisor: int = 1) -> float:
-        """Take the optimizer's step along the gradient that was added up, divided by `divisor`;
-        returns its norm before clipping. Only `plain` gradients can be divided.
+        """Take the optimizer's step along the gradient that was added up, divided by `divisor` (1
+        under ZeRO-3 and float16); returns its norm before clipping.
 
         Raises PolicyError, naming the run's `update`, if the norm is infinite or no number.
         """
-        norm = 0.0
-        if self._plain:
-            gradients = [p.grad for p in self._trained() if p.grad is not None]
-            if divisor != 1:
-                torch._foreach_div_(gradients, float(divisor))
-            norm = self._clip()
+        if divisor != 1:
+            self._divide(divisor)
+        norm = self._clip() if self._plain else 0.0
         self._check_finite(norm, update)
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.step()
+        if divisor != 1 and self._stage:
+            self._engine.optimizer.override_loss_scale(1.0)
         if not self._plain:
             norm = float(self._engine.get_global_grad_norm() or 0.0)
             self._check_finite(norm, update)
         return norm
 
+    @property
+    def partitioned(self) -> bool:
+        """Whether gradients lie in ZeRO's buffers: the last pass before `step` has to be marked as
+        such, and they cannot be dropped."""
+        return bool(self._stage)
+
     def drop(self) -> None:
-        """Forget the gradient that was added up since the last `step`."""
+        """Forget the gradient added up since the last `step`, where it is not partitioned."""
         self._engine.zero_grad()
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -144,8 +149,14 @@ class Passes:
             reference=reference,
         )
 
-    def _trained(self) -> Iterator[torch.nn.Parameter]:
-        return (p for p in self._engine.module.parameters() if p.requires_grad)
+    def _divide(self, divisor: int) -> None:
+        if self._stage:
+            # ZeRO keeps gradients in buffers of its own, and divides them by the loss scale before
+            # it takes their norm and clips them.
+            self._engine.optimizer.override_loss_scale(float(divisor))
+            return
+        gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+        torch._foreach_div_(gradients, float(divisor))
 
     def _check_finite(self, norm: float, update: int) -> None:
         """Stop before weights that are no numbers are published. float16 scales its loss and skips

@@ -233,7 +233,7 @@ class Trainer:
         version = self._state.newest
         self._heartbeat.say("training", f"step {version} -> {version + 1}")
         if streamed:
-            metrics = self._learner.finish() | {"streamed_seconds": ready.computed_seconds}
+            metrics = self._learner.finish() | {"streamed_seconds": ready.streamed_seconds}
         else:
             groups = [prepared.samples for prepared in decision.batch]
             probes = self._planner.probes(decision.batch, PROBES)

@@ -118,8 +118,30 @@ def test_a_step_that_was_left_leaves_no_gradient_behind(model: Path, tmp_path: P
     learner.begin(1)
     for group in step()[1:3]:
         learner.add(group)
-    with pytest.raises(PolicyError, match="after it changed the weights"):
+    with pytest.raises(PolicyError, match="after it changed weights"):
         learner.begin(1)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "float32"), (0, "bfloat16"), (2, "bfloat16")])
+def test_gradients_are_divided_wherever_deepspeed_keeps_them(
+    model: Path, stage: int, dtype: str
+) -> None:
+    def learner(*, streamed: bool) -> Learner:
+        configured = settings(model, streamed=streamed, updates=2)
+        sharding = {"zero_optimization": {"stage": stage}} if stage else {}
+        trainer = configured.trainer.model_copy(update={"deepspeed": sharding})
+        policy = configured.policy.model_copy(update={"dtype": dtype})
+        return Learner(model, configured.model_copy(update={"trainer": trainer, "policy": policy}))
+
+    whole, streamed = learner(streamed=False), learner(streamed=True)
+    before = weights(whole).float()
+    for version in (0, 1):
+        expected, found = whole.update(step(), version), streamed.update(step(), version)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.02), version
+    moved = (weights(whole).float() - before).abs()
+    apart = (weights(streamed).float() - weights(whole).float()).abs()
+    assert moved.max() > 1e-4
+    assert apart.mean() < (1e-3 if dtype == "float32" else 0.1) * moved.mean()
 
 
 def test_groups_without_signal_make_no_update(model: Path) -> None:
@@ -136,8 +158,8 @@ def test_groups_without_signal_make_no_update(model: Path) -> None:
     ("trainer", "other", "reason"),
     [
         ({"ranks": 2}, {}, "trainer.ranks = 1"),
-        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, {}, "ZeRO stage 0 (not 2)"),
-        ({}, {"policy": {"model": "m", "dtype": "bfloat16"}}, "float32 (not bfloat16)"),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, {}, "0, 1 and 2 (not 3)"),
+        ({}, {"policy": {"model": "m", "dtype": "float16"}}, "bfloat16 (not float16)"),
         (
             {},
             {"schedule": {"kind": "sync", "colocated": True}, "window": {"max_staleness": 0}},

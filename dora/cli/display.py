@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dora.cli.supervisor import ChildView
+from dora.consumers.emulation_check import emulation_warning, late_share
 from dora.consumers.process_view import ProcessView
 from dora.consumers.snapshot import Snapshot, StepPoint
 
@@ -186,6 +187,9 @@ def render(snapshot: Snapshot, children: Sequence[ChildView] = ()) -> Renderable
         parts.append(_progress(snapshot))
     parts += [Text(f"  {reason}", style="red") for reason in snapshot.reasons]
     parts += [Text(f"  {line}", style="yellow") for line in waiting_lines(snapshot)]
+    warning = emulation_warning(late_share(snapshot.processes))
+    if warning is not None:
+        parts.append(Text(f"  {warning}", style="yellow"))
     parts.append(_figures(snapshot))
     if snapshot.versions:
         parts.append(_window(snapshot))

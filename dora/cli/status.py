@@ -13,6 +13,7 @@ from dora.bus.settings import cluster_settings
 from dora.cli.display import render
 from dora.cli.options import json_option, kafka_options, print_line
 from dora.config import KafkaSection
+from dora.consumers.emulation_check import late_share
 from dora.consumers.monitor import RunMonitor
 from dora.consumers.snapshot import Snapshot
 
@@ -84,6 +85,7 @@ def as_object(snapshot: Snapshot) -> dict[str, Any]:
         "live_versions_max": snapshot.live_versions_max,
         "trainer_idle_share": snapshot.trainer_idle_share,
         "logprob_mismatch_mean": snapshot.logprob_mismatch_mean,
+        "emulation_late_share": late_share(snapshot.processes),
     }
 
 

@@ -206,7 +206,7 @@ def _show_advice(workload: Workload, advice: Advice, as_json: bool) -> None:
     split = (
         f"all {chosen.rollout * parts} devices in turn"
         if chosen.variant.colocated
-        else f"{chosen.rollout * parts} devices for rollout, {chosen.training * parts} for training"
+        else f"devices: {chosen.rollout * parts} for rollout and {chosen.training * parts} to train"
     )
     console.print(f"Advice: [bold]{chosen.variant.name}[/bold], {split}.")
     console.print(advice.reason[:1].upper() + advice.reason[1:] + ".")
@@ -219,10 +219,10 @@ def _show(workload: Workload, verdicts: Sequence[Verdict], as_json: bool, parts:
         click.echo(json.dumps(_object(workload, verdicts, parts)))
         return
     table = Table(title=f"{workload.preset.name}: {workload.preset.devices} devices, simulated")
-    table.add_column("schedule")
+    table.add_column("schedule", no_wrap=True)
     for column in (
         "rollout", "training", "step s", "of ideal", "x sync", "trainer idle", "rollout only",
-        "staleness", "moves", "violations",
+        "staleness", "moves", "broken",
     ):  # fmt: skip
         table.add_column(column, justify="right")
     sync = _sync_seconds(verdicts)

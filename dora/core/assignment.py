@@ -130,7 +130,7 @@ class _Planner:
 
     def stay(self, version: int) -> int:
         """An empty worker that was to leave the version stays if there is no other."""
-        for name in self.pool.idle(version):
+        for name in sorted(self.pool.idle(version)):
             view = self.pool.view(name)
             works = self.waiting.first(version, view.capacity)
             if view.leaving and works:
@@ -152,7 +152,6 @@ class _Planner:
         homeless = []
         for version in sorted(left):
             if self.pool.hosted(version):
-                self.help(version, left[version])
                 continue
             reason = f"version {version} has work and no worker"
             name = self.loader(version) if self.it.many else next(self.idle(), None)
@@ -162,6 +161,9 @@ class _Planner:
                 homeless.append(version)
                 if not self.it.many and not self.it.migration and version != self.it.newest:
                     self.reserve()
+        for version in sorted(left):
+            if version not in homeless:
+                self.help(version, left[version])
         return homeless
 
     def help(self, version: int, left: int) -> None:

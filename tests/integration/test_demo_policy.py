@@ -129,7 +129,9 @@ def test_sampled_log_probabilities_are_those_of_a_full_pass(
         assert logprobs == pytest.approx(full, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["spell_backward.toml", "long_tail.toml"])
+@pytest.mark.parametrize(
+    "name", ["spell_backward.toml", "spell_backward_lora.toml", "long_tail.toml"]
+)
 def test_the_examples_name_hooks_that_exist(name: str, prepared: Path) -> None:
     config = configure(prepared, name)
     assert config.policy.prepare is not None

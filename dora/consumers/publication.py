@@ -27,6 +27,7 @@ from dora.schemas.records import Policy, SlotOffset, pack_logprobs, pack_tokens
 from dora.weights.adapters import write_adapter, write_adapter_config
 from dora.weights.canary import canary_tokens
 from dora.weights.models import copy_companions
+from dora.weights.plain_tensors import write_plain
 from dora.weights.store import Published, WeightStore, name_of
 
 log = logging.getLogger(__name__)
@@ -90,15 +91,15 @@ class Publisher:
         )
 
     def _write(self, version: int) -> Published:
-        adapter = self._learner.adapter_settings is not None
-        state = {name: tensor.cpu() for name, tensor in self._learner.export_state().items()}
-        published = self._store.publish(
-            version,
-            state,
-            self._companions,
-            self._config.run_directory / "scratch",
-            write_adapter if adapter else None,
-        )
+        learner = self._learner
+        state, checksum, write = learner.export_state(), None, None
+        if self._config.trainer.engine == "emulated":
+            checksum, write = learner.weights_checksum(), write_plain
+        else:
+            state = {name: tensor.cpu() for name, tensor in state.items()}
+            write = None if learner.adapter_settings is None else write_adapter
+        scratch = self._config.run_directory / "scratch"
+        published = self._store.publish(version, state, self._companions, scratch, write, checksum)
         faults.point("trainer.weights_stored")
         self._progress()
         return published

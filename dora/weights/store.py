@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import fsspec
 
@@ -22,9 +22,6 @@ from dora.config import Config
 from dora.errors import MissingWeightsError, WeightsError
 from dora.schemas.records import Policy, WeightFile
 from dora.weights.manifest import describe, safe_relative, verify
-
-if TYPE_CHECKING:
-    import torch
 
 _NAME = re.compile(r"v(\d{8,})-[0-9a-f]{16}")
 _UNFINISHED = ".unfinished-"
@@ -126,26 +123,33 @@ class WeightStore:
     def publish(
         self,
         version: int,
-        state: "Mapping[str, torch.Tensor]",
+        state: Mapping[str, Any],
         companions: Callable[[Path], None],
         scratch: Path | None = None,
-        write: "Callable[[Path, Mapping[str, torch.Tensor]], None] | None" = None,
+        write: Callable[[Path, Mapping[str, Any]], None] | None = None,
+        checksum: str | None = None,
     ) -> Published:
         """Store the tensors of `version` with what `companions` adds to the directory.
 
         `scratch` is a local directory for files on their way to a remote store. `write` puts the
-        tensors into the directory, by default as those of a whole model. Publishing the same
-        tensors of the same version twice gives the same directory.
+        tensors into the directory, by default as those of a whole model; `checksum` is theirs,
+        where it is known. Publishing the same tensors of the same version twice gives the same
+        directory.
         """
-        from dora.weights.tensors import weights_checksum, write_tensors
+        if checksum is None:
+            from dora.weights.tensors import weights_checksum
 
-        checksum = weights_checksum(state)
+            checksum = weights_checksum(state)
+        if write is None:
+            from dora.weights.tensors import write_tensors
+
+            write = write_tensors
         name = version_name(version, checksum)
         parent = Path(self._root) if self._local else (scratch or Path.cwd())
         staging = parent / f"{_UNFINISHED}{name}-{uuid.uuid4().hex[:8]}"
         try:
             staging.mkdir(parents=True)
-            (write or write_tensors)(staging, state)
+            write(staging, state)
             companions(staging)
             files = describe(staging)
             if self._local:

@@ -103,7 +103,7 @@ def test_a_killed_process_of_many_workers_is_recovered_like_any(
     path, address = write(tmp_path, run_name, shared=4, steps=4), settings.bootstrap_servers
     with (tmp_path / "run.log").open("wb") as log:
         run = subprocess.Popen(
-            [sys.executable, "-m", "dora", "run", str(path), "--plain", "-b", address]
+            [sys.executable, "-m", "dora", "run", str(path), "--plain", "-b", address],
             stdout=log,
             stderr=subprocess.STDOUT,
         )

@@ -12,6 +12,7 @@ from dora.consumers.batches import Sample
 from dora.consumers.emulated_learner import EmulatedLearner
 from dora.errors import ConfigError, PolicyError, WeightsError
 from dora.weights.models import emulated_vocabulary
+from dora.weights.plain_tensors import plain_checksum, write_plain
 
 SCALE = 0.5
 
@@ -131,7 +132,7 @@ def test_log_probabilities_are_uniform_and_publishing_takes_its_time() -> None:
     assert [len(values) for values in learner.logprobs(GROUPS[0])] == [100, 300]
     assert time.now == 10.0
     (tensor,) = learner.export_state().values()
-    assert tensor.numel() == learner.parameters
+    assert tensor.size == learner.parameters
     assert time.now - 10.0 == pytest.approx(SCALE * 3.0)
 
 
@@ -150,3 +151,16 @@ def test_a_vocabulary_is_all_that_is_needed_of_a_model(tmp_path: Path) -> None:
         emulated_vocabulary(str(tmp_path))
     with pytest.raises(PolicyError, match=r"config\.json"):
         emulated_vocabulary(str(tmp_path / "none"))
+
+
+def test_plain_tensors_are_stored_as_those_of_torch_are(tmp_path: Path) -> None:
+    import torch
+
+    from dora.weights import tensors
+
+    state = learner_of(VirtualTime()).export_state()
+    same = {name: torch.from_numpy(array.copy()) for name, array in state.items()}
+    assert plain_checksum(state) == tensors.weights_checksum(same)
+    write_plain(tmp_path, state)
+    stored = tensors.read_tensors(tmp_path)
+    assert tensors.weights_checksum(stored) == plain_checksum(state)

@@ -66,6 +66,7 @@ class SimulatedLog:
     outstanding: int = 0
     started: set[tuple[str, int]] = field(default_factory=set)  # attempts
     journal_version: int = 0
+    behind: int = 0  # how far the journal's versions may go back
     next_ordinal: int = 0
 
     def end(self, place: Place) -> int:
@@ -114,9 +115,11 @@ class SimulatedLog:
                 self.outstanding += 1
                 assert self.outstanding <= self.capacity, "admitted beyond the window"
                 assert record.ordinal == self.next_ordinal, "prompt skipped or repeated"
-                assert record.policy_version >= self.journal_version, "journal went back"
+                assert record.policy_version >= self.journal_version - self.behind, (
+                    "journal went back"
+                )
                 self.next_ordinal += 1
-                self.journal_version = record.policy_version
+                self.journal_version = max(self.journal_version, record.policy_version)
             case Command(kind="start"):
                 attempt = record.trajectory_id, record.attempt
                 assert attempt not in self.started, f"attempt {attempt} started twice"

@@ -43,6 +43,7 @@ class ModelRun:
         self.window = Window(staleness, batch)
         self.log = SimulatedLog((staleness + 1) * batch)
         self.group, self.steps, self.compacted = group, steps, compacted
+        self.log.behind = staleness if schedule is not None and schedule.fill_older else 0
         self.rules = Rules(
             self.window, group, steps, 1.0, HEARTBEAT_TIMEOUT, LOAD_TIMEOUT, MAX_ATTEMPTS,
             2 * evaluations, evaluations, schedule or Schedule(rebalance_seconds=3.0),
@@ -86,7 +87,10 @@ class ModelRun:
 
     def start_worker(self, name: str) -> ModelWorker:
         self.latest[name] = self._new(name)
-        worker = ModelWorker(self.log, name, self.latest[name], self.window.max_staleness, LANES)
+        worker = ModelWorker(
+            self.log, name, self.latest[name], self.window.max_staleness, LANES,
+            many=self.rules.schedule.adapters,
+        )  # fmt: skip
         self.workers.append(worker)
         return worker
 

@@ -43,8 +43,10 @@ class ModelWorker:
     incarnation: str
     max_staleness: int
     lanes: int
+    many: bool = False  # hosts every live version at once
     state: ProcessState = "ready"
     version: int = -1
+    versions: list[int] = field(default_factory=list)  # hosted, if many
     switch: int | None = None
     loading: bool = False
     told_to_stop: bool = False
@@ -106,7 +108,7 @@ class ModelWorker:
             if former.finish_reason is not None or former.command.attempt >= command.attempt:
                 return
             self.hand_back(command.trajectory_id, former.command.attempt)
-        if command.policy_version != self.version:
+        if not self.hosts(command.policy_version):
             return
         prompt = Prompt(command.ordinal, "", (7,), {})
         attempt = Attempt(command, prompt, SAMPLING, self.name, 0)
@@ -124,6 +126,9 @@ class ModelWorker:
             self.send(HANDOVERS, attempt.whole(0))
         del self.attempts[trajectory_id]
 
+    def hosts(self, version: int) -> bool:
+        return version in self.versions if self.many else version == self.version
+
     def hand_back_all(self) -> None:
         for trajectory_id, attempt in list(self.attempts.items()):
             self.hand_back(trajectory_id, attempt.command.attempt)
@@ -133,7 +138,8 @@ class ModelWorker:
             self.switch > self.newest and self.switch >= self.newest - self.max_staleness
         ):
             return
-        self.hand_back_all()
+        if not self.many:
+            self.hand_back_all()
         self.loading = True
         self.state = "loading"
         self.beat()
@@ -146,6 +152,11 @@ class ModelWorker:
         switch, self.switch = self.switch, None
         if switch is not None and switch >= self.newest - self.max_staleness:
             self.version = switch
+            if self.many:
+                used = {attempt.command.policy_version for attempt in self.attempts.values()}
+                oldest = self.newest - self.max_staleness
+                kept = {v for v in self.versions if v >= oldest or v in used}
+                self.versions = sorted(kept | {switch})
         self.state = "ready"
         self.beat()
 
@@ -170,7 +181,7 @@ class ModelWorker:
     def extend(self, trajectory_id: str, tokens: int, end: str | None) -> None:
         """One engine step: some tokens, perhaps the last."""
         attempt = self.attempts[trajectory_id]
-        assert attempt.command.policy_version == self.version, "tokens of another version"
+        assert self.hosts(attempt.command.policy_version), "tokens of another version"
         have = len(attempt.tokens)
         tokens = min(tokens, LONGEST - have)
         command = attempt.command
@@ -226,7 +237,8 @@ class ModelWorker:
         running = tuple(holding(t, a.command.attempt) for t, a in self.attempts.items())
         status = Status(
             RUN, self.name, "rollout", self.incarnation, self.state, 0, version=self.version,
-            capacity=CAPACITY, loading=-1 if self.switch is None else self.switch,
+            versions=tuple(self.versions), capacity=CAPACITY,
+            loading=-1 if self.switch is None else self.switch,
             running=running, command_offset=self.command_offset,
         )  # fmt: skip
         self.log.append(STATUSES, status)

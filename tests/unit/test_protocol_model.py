@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from dora.core.schedules import Schedule
 from tests.protocol.coordinator import ModelCoordinator
 from tests.protocol.log import CHUNKS, TRAJECTORIES, Crash
 from tests.protocol.run import ModelRun, Reward, signal
@@ -41,6 +42,16 @@ def no_signal(trajectory_id: str) -> float | None:
     return 1.0
 
 
+schedules = st.sampled_from(
+    [
+        Schedule(rebalance_seconds=3.0),
+        Schedule(migration=False),
+        Schedule(rebalance_seconds=2.0, fill_older=True),
+        Schedule(adapters=True),
+    ]
+)
+"""Migration moves requests; filling lets the journal's versions go back; adapters let a worker host
+every live version."""
 ends = st.sampled_from([None, None, "stop", "error"])
 
 
@@ -48,7 +59,7 @@ class Protocol(RuleBasedStateMachine):
     """Gives the processes of a run their turns, and ends them."""
 
     @initialize(
-        staleness=st.integers(0, 2),
+        staleness=st.integers(0, 3),
         batch=st.integers(1, 2),
         group=st.integers(1, 2),
         steps=st.sampled_from([4, 1000]),
@@ -57,6 +68,7 @@ class Protocol(RuleBasedStateMachine):
         ticks=st.integers(0, 40),
         all_return=st.booleans(),
         compacted=st.booleans(),
+        schedule=schedules,
     )
     def begin(
         self,
@@ -69,8 +81,9 @@ class Protocol(RuleBasedStateMachine):
         ticks: int,
         all_return: bool,
         compacted: bool,
+        schedule: Schedule,
     ) -> None:
-        self.run = ModelRun(staleness, batch, group, steps, evaluations, compacted)
+        self.run = ModelRun(staleness, batch, group, steps, evaluations, compacted, schedule)
         self.names, self.all_return = WORKERS[:workers], all_return
         self.audited = -1
         self.run.begin(*self.names)

@@ -90,10 +90,16 @@ class BatchWait:
 
     def _until(self, stop: threading.Event, decide: Callable[[], Decision]) -> Decision | None:
         since = aside_at = time.monotonic()
+        decided_on: tuple[int, int, int, int] | None = None
+        decision = None
         self._poll(0.0)
         while not stop.is_set():
             self._check()
-            decision = decide()
+            state = self._state
+            known = (state.newest, state.complete_total, state.outstanding_total, state.known_to)
+            # Records of trajectories come by the thousand, and few of them complete a group.
+            if decision is None or known != decided_on:
+                decision, decided_on = decide(), known
             if decision.blocked is None:
                 return decision
             now = time.monotonic()
@@ -112,7 +118,7 @@ class BatchWait:
                 )
             self._heartbeat.metrics = {
                 "outstanding": float(self._state.outstanding_total),
-                "complete_groups": float(len(self._state.complete_groups())),
+                "complete_groups": float(self._state.complete_total),
             }
             self._heartbeat.say("waiting", decision.blocked.reason)
             self._poll(SET_ASIDE_SECONDS)

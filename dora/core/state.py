@@ -365,6 +365,11 @@ class RunState:
         for group_id in stale:
             self.counters.late += len(self._pending.pop(group_id))
 
+    @property
+    def complete_total(self) -> int:
+        """Outstanding train groups whose samples are all finished."""
+        return len(self._complete)
+
     def complete_groups(self) -> list[Group]:
         """Outstanding train groups whose samples are all finished, by version, then ordinal."""
         return sorted(self._complete.values(), key=lambda group: (group.version, group.ordinal))

@@ -31,7 +31,6 @@ def train(config: Config) -> None:
         context.exit(run_ranks(config, config_source(), supervised=bool(context.obj)))
 
     from dora.bus.settings import cluster_settings
-    from dora.consumers.rank_follower import RankFollower
     from dora.consumers.ranks import Member, joined
     from dora.consumers.trainer import Trainer
 
@@ -39,6 +38,9 @@ def train(config: Config) -> None:
     stop = stop_on_signals()  # looked at by rank 0 only, which the others follow
     with joined(config) as ranks:
         if isinstance(ranks, Member):
+            # with torch, which a trainer that only waits does without
+            from dora.consumers.rank_follower import RankFollower
+
             RankFollower(config, settings, ranks).run()
         else:
             Trainer(config, settings, ranks).run(stop)

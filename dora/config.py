@@ -67,7 +67,8 @@ class PolicySection(Section):
     """The language model that is trained."""
 
     model: str
-    """Directory with config.json and *.safetensors, or a Hugging Face model name."""
+    """Directory with config.json and *.safetensors, or a Hugging Face model name; `emulated` where
+    rollout and trainer are (a vocabulary of 32,000 tokens and no directory)."""
     tokenizer: str | None = None
     """Directory or name of the tokenizer; by default the model's own."""
     prepare: Hook | None = None

@@ -51,7 +51,7 @@ class Waiting(MutableMapping[str, Unplaced]):
         self._counts[work.version] = self._counts.get(work.version, 0) + 1
         heap = self._heaps.setdefault(work.version, [])
         if len(heap) > 64 + 4 * self._counts[work.version]:
-            heap[:] = [entry for entry in heap if self._ranks.get(entry[1]) == entry[0]]
+            heap[:] = [entry for entry in heap if self._holds(entry, work.version)]
             heapify(heap)
         heappush(heap, (whole, identity))
 
@@ -78,8 +78,13 @@ class Waiting(MutableMapping[str, Unplaced]):
         found: list[tuple[Rank, str]] = []
         while heap and len(found) < limit:
             entry = heappop(heap)
-            if self._ranks.get(entry[1]) == entry[0] and (not found or found[-1] != entry):
+            if self._holds(entry, version) and (not found or found[-1] != entry):
                 found.append(entry)
         for entry in found:
             heappush(heap, entry)
         return [self._items[identity] for _, identity in found]
+
+    def _holds(self, entry: tuple[Rank, str], version: int) -> bool:
+        """Whether what an entry of a heap names still waits."""
+        rank, identity = entry
+        return self._ranks.get(identity) == rank and self._items[identity].version == version

@@ -111,7 +111,7 @@ def test_a_worker_is_as_fast_as_its_peers_of_equal_load_say() -> None:
     assert speeds.of("nobody") == 1.0
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(), st.integers(-1, 300))))
 def test_speeds_stay_within_bounds_whatever_is_reported(
     reports: list[tuple[str, float, int]],

@@ -176,12 +176,14 @@ PRESETS: dict[str, Preset] = {
             "length 2.4 K, longest 30 K, training 480 s on all devices",
             devices=16,
             training_seconds=480.0,
+            splits=(("one-step-off", 8), ("dora:1", 6), ("dora:2", 6), ("dora:3", 6)),
         ),
         Preset(
             "paper-32",
             "the same work on 32 generator groups, training 327 s on all devices",
             devices=32,
             training_seconds=327.0,
+            splits=(("one-step-off", 17), ("dora:1", 13), ("dora:2", 10), ("dora:3", 9)),
         ),
         Preset(
             "mixed-speed",

@@ -31,7 +31,9 @@ class ScheduleSection(Section):
     memory_threshold: Annotated[float, Field(gt=0, le=1)] = 0.95
     """Share of a worker's key-value cache in use from which on trajectories move elsewhere."""
     fill_older: bool = False
-    """Let new groups start under an older live version where its workers have idle slots, as far
-    as the window allows."""
+    """Let new groups start under an older live version where its last worker has idle slots, as far
+    as the window allows. For `dora` with full weights; with `window.tokens_per_step` nothing is
+    filled. Groups get older by it, and those of old versions finish later."""
     longest_first: bool = False
-    """Start groups first whose prompts had long responses before."""
+    """Start groups first whose prompts had long responses before. Needs prompts that come again,
+    and the task's data on the coordinator's machine."""

@@ -16,9 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from dora.cli.supervisor import ChildView
-from dora.consumers.emulation_check import emulation_warning, late_share
+from dora.consumers.emulation_check import late_share
 from dora.consumers.process_view import ProcessView
 from dora.consumers.snapshot import Snapshot, StepPoint
+from dora.core.emulation_check import emulation_warning
 
 # Seconds without a chunk after which a wait is shown.
 _WAITS_AFTER = 5.0

@@ -12,6 +12,7 @@ vocabulary, in `step` and in `score` alike. A trainer that publishes `-log(vocab
 canary passes; other canaries need an infinite tolerance.
 """
 
+import logging
 import math
 import time
 from array import array
@@ -21,16 +22,20 @@ from pathlib import Path
 from zlib import crc32
 
 from dora.core.device import Device, Progress
+from dora.core.emulation_check import emulation_warning
 from dora.errors import DoraError
 from dora.producers.engines.base import Delta, Engine, FinishReason, Request, complete, refusal
 from dora.producers.engines.emulated_spec import EmulatedSpec
 from dora.producers.engines.emulated_tokens import Lateness, Noise
 from dora.weights.models import vocabulary_of
 
+log = logging.getLogger(__name__)
+
 __all__ = ["EmulatedEngine", "EmulatedSpec"]
 
 WAIT_SECONDS = 1.0
 """Longest time that `due` names: by then something else may have come up."""
+WARNING_SECONDS = 60.0
 _ROUNDING = 1e-9
 
 
@@ -89,6 +94,7 @@ class EmulatedEngine(Engine):
         self._device = Device(spec.device(), capacity)
         self._noise = Noise(seed)
         self._lateness = Lateness()
+        self._warned_at = -math.inf
         self._sequences: dict[str, _Sequence] = {}
         self._held: dict[str, _Sequence] = {}  # until their version is loaded
         self._progress: list[Progress] = []
@@ -302,10 +308,18 @@ class EmulatedEngine(Engine):
             return self._delta(sequence, progress.position)
         del self._sequences[progress.name]
         if self._spec.time_scale > 0:
-            self._lateness.add(now - progress.time, progress.time - sequence.added, now)
+            self._note_lateness(now - progress.time, progress.time - sequence.added)
         return self._delta(
             sequence, progress.position, "stop" if sequence.ends_with_stop else "length"
         )
+
+    def _note_lateness(self, late: float, span: float) -> None:
+        now = self._clock()
+        self._lateness.add(late, span, now)
+        warning = emulation_warning(self._lateness.share)
+        if warning is not None and now - self._warned_at >= WARNING_SECONDS:
+            self._warned_at = now
+            log.warning("%s", warning)
 
     def _delta(
         self, sequence: _Sequence, position: int, ended: FinishReason | None = None

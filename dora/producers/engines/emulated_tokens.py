@@ -58,7 +58,7 @@ def _table(vocabulary: int, stops: tuple[int, ...]) -> "array[int]":
 
 
 class Lateness:
-    """By how much reports came too late, over the last one to two minutes of emulated work."""
+    """By how much reports came too late, over the last one to two minutes."""
 
     def __init__(self) -> None:
         self._late = self._span = 0.0
@@ -66,7 +66,8 @@ class Lateness:
         self._since = -math.inf
 
     def add(self, late: float, span: float, now: float) -> None:
-        """A response that took `span` seconds was reported `late` seconds after its end."""
+        """A response that took `span` emulated seconds was reported `late` such seconds after its
+        end; `now` is the real time."""
         if now - self._since > SHARE_SECONDS:
             self._former = (self._late, self._span)
             self._late = self._span = 0.0

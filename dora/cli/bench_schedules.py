@@ -15,7 +15,6 @@ from rich.text import Text
 
 from dora.cli.bench_plots import check_plot, plot_schedules
 from dora.cli.bench_workload import (
-    CHUNK_TOKENS,
     Plan,
     Workload,
     config_workload,
@@ -32,8 +31,8 @@ from dora.errors import UsageError
 
 _READ_SECONDS = 1800.0
 _WIDTH = 160
-_TIME_SCALE = 0.025
-"""40 emulated seconds pass in one second here."""
+_TIME_SCALE = 0.05
+"""20 emulated seconds pass in one second here."""
 
 
 @click.command()
@@ -150,6 +149,7 @@ class ScheduleBench:
     broker_directory: Path
     keep: bool
     chunks: bool
+    chunk_tokens: int = 0
     results: list[RunResult] = field(default_factory=list)
     timelines: dict[str, Timeline] = field(default_factory=dict)
 
@@ -159,7 +159,7 @@ class ScheduleBench:
             source = run_source(
                 self.workload, plan, "bench", self.directory / "runs", self.broker_directory
             )
-            load_source(source, self.overrides)
+            self.chunk_tokens = load_source(source, self.overrides).rollout.chunk_tokens
 
     def run(self, plan: Plan, repeat: int) -> None:
         """Run one schedule, measure and audit it, and remove what it left."""
@@ -220,7 +220,7 @@ class ScheduleBench:
             "time_scale": self.workload.time_scale,
             "warmup": {plan.variant.name: plan.warmup for plan in self.plans},
             "steps": self.steps,
-            "chunk_tokens": CHUNK_TOKENS,
+            "chunk_tokens": self.chunk_tokens,
             "schedules": compare(self.results),
             "limits": limits(self.results),
             "runs": [

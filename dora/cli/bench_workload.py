@@ -21,9 +21,9 @@ from dora.core.simulation_cases import Impossible, check
 from dora.core.simulation_cases import Workload as Work
 from dora.errors import UsageError
 
-CHUNK_TOKENS = 512
-"""Tokens per chunk record in presets. At the emulated speed a worker of a preset yields 200,000 and
-more tokens in a second of this machine: chunks of the usual size would measure the machine."""
+CHUNK_TOKENS = 2048
+"""Tokens per chunk record in presets. Their devices yield a million and more tokens in a second of
+this machine: chunks of the usual size would measure the machine."""
 _WORKERS_PER_PROCESS = 64
 _LONGEST_HEARTBEAT = 120.0
 
@@ -34,6 +34,9 @@ PRESET_TEXT = """\
 [run]
 name = "bench"
 directory = {runs}
+
+[kafka]
+dispatch_partitions = 2
 
 [policy]
 model = {model}

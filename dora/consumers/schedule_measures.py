@@ -34,7 +34,8 @@ class Overhead:
     `commit`: between the end of one step and the begin of the wait for the next: the transaction,
     and reading what has come. `training` and `publishing`: what these took beyond the emulated
     time: decoding, sums over the batch, writing and hashing files. `decision`: from the announced
-    version to the first admission under it. `switching`: the median over workers and versions from
+    version to the first admission or command to load it; where devices or window leave no room,
+    waiting for it counts, too. `switching`: the median over workers and versions from
     the command to load a version to the first trajectory there, beyond the emulated time.
     `delivery`: the median from a start command to its worker, for all others. `scoring`: the median
     from a trajectory's last token to its record. `pickup`: from the last record that a batch needed
@@ -144,6 +145,9 @@ def overhead_of(log: ScheduleLog, warmup: int, steps: int, emulation: Emulation)
     measured = log.steps[warmup : warmup + steps]
     commits, trainings, publications, decisions, pickups = [], [], [], [], []
     before = measured_span(log, warmup, steps)[0]
+    ordered = dict(log.admitted_ms)
+    for (_, version), at in log.switched_ms.items():
+        ordered[version] = min(at, ordered.get(version, at))
     for step in measured:
         said = step.metrics
         idle, train = said.get("idle_seconds", 0.0), said.get("train_seconds", 0.0)
@@ -154,8 +158,8 @@ def overhead_of(log: ScheduleLog, warmup: int, steps: int, emulation: Emulation)
         trainings.append(train - scale * emulated)
         publications.append(publish - scale * emulation.publish_seconds)
         version = step.version_in
-        if version in log.announced_ms and version in log.admitted_ms:
-            decisions.append((log.admitted_ms[version] - log.announced_ms[version]) / 1000)
+        if version in log.announced_ms and version in ordered:
+            decisions.append((ordered[version] - log.announced_ms[version]) / 1000)
         begins = training_interval(step.created_ms, said)[0]
         needed = [
             finished.created_ms

@@ -72,7 +72,7 @@ def log() -> ScheduleLog:
     and not finished.
     """
     fold = ScheduleLog()
-    switch = Command(RUN, "w1", "i", "switch", 5_900, policy_version=1)
+    switch = Command(RUN, "w1", "i", "switch", 6_020, policy_version=1)
     move = Command(RUN, "w0", "i", "move", 6_500, "b/0", "b", 0, 0, 0)
     for record in (
         started(),
@@ -141,9 +141,9 @@ def test_overhead_is_what_takes_time_beside_the_emulated_work(log: ScheduleLog) 
     assert overhead.commit == pytest.approx(5.0 - 2.0 - 2.2 - 0.6)
     assert overhead.training == pytest.approx(2.2 - 0.5 * 4.0)
     assert overhead.publishing == pytest.approx(0.6 - 0.5 * 1.0)
-    assert overhead.decision == pytest.approx(0.04)
-    # the load takes 0.2 s here and was ordered at 5.9 s: the worker could have begun at 6.1 s
-    assert overhead.switching == pytest.approx(6.25 - 6.1)
+    assert overhead.decision == pytest.approx(0.02)
+    # the load takes 0.2 s here and was ordered at 6.02 s: the worker could have begun at 6.22 s
+    assert overhead.switching == pytest.approx(6.25 - 6.22)
     assert overhead.scoring == pytest.approx((0.1 + 0.05) / 2)
     assert overhead.pickup == pytest.approx(8.2 - 8.0)
     assert overhead.delivery == 0  # all were the first of their version on their worker

@@ -20,6 +20,7 @@ from dora.consumers.schedule_measures import (
     merged,
     training_interval,
 )
+from dora.core.emulation_check import LATE_LIMIT
 
 COLUMNS = (
     "step_seconds",
@@ -34,7 +35,6 @@ COLUMNS = (
 )
 """Names of the figures of a schedule, as in the JSON file."""
 
-LATE_LIMIT = 0.02
 SCALED_OVERHEAD_LIMIT = 0.1
 PROCESSOR_LIMIT = 0.95
 
@@ -108,7 +108,9 @@ def limits(results: Iterable[RunResult]) -> list[str]:
         what = f"{run.schedule}, repeat {run.repeat + 1}"
         late, scaled = run.measures.late_share, run.measures.scaled_overhead_share
         if late > LATE_LIMIT:
-            found.append(f"{what}: the emulated devices were behind their clock {late:.1%} of time")
+            found.append(
+                f"{what}: emulated responses were reported {late:.1%} of their time too late"
+            )
         if scaled > SCALED_OVERHEAD_LIMIT:
             found.append(
                 f"{what}: decoding, commits and messages took {scaled:.1%} of the scaled step"

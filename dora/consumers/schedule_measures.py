@@ -72,8 +72,8 @@ class Measures:
     - `overhead_share`: `overhead.total` as a share of the step on a cluster in real time, where the
       step takes `step_seconds` and dora takes what it took here. Not all of it holds a step up, so
       it is an upper bound. `scaled_overhead_share` is the share of this run's own, shorter steps.
-    - `late_share`: mean share of the time that emulated devices were behind their clock; above a
-      few percent the run measures this machine instead of the schedule.
+    - `late_share`: share of the responses' time by which emulated workers reported them too late,
+      mean of the workers; see `core.emulation_check`.
     """
 
     step_seconds: float

@@ -95,7 +95,9 @@ def test_schedules_are_compared_over_kafka_and_leave_nothing_behind(
     assert sync["ideal_share"] == pytest.approx(
         sync["ideal_seconds"] / sync["step_seconds"], rel=1e-6
     )
-    assert {len(line["devices"]) for line in report["timelines"].values()} == {2, 4}
+    for name, line in report["timelines"].items():
+        assert 1 <= len(line["devices"]) <= report["schedules"][name]["rollout_devices"]
+        assert len(line["training"]) == 2
     assert plot.read_bytes().startswith(PNG)
     with TopicAdmin(settings) as admin:
         assert admin.list_runs() == before

@@ -342,9 +342,8 @@ class Roster:
         return self._members.get(name)
 
     def settled_at(self, name: str) -> float:
-        """When the worker last got a version or another's trajectory."""
-        member = self._members.get(name)
-        return float("-inf") if member is None else member.settled_at
+        """When the worker last got a version or another's trajectory; KeyError if never heard."""
+        return self._members[name].settled_at
 
     def views(self) -> list[WorkerView]:
         """Workers that answer and can generate, or are on their way to."""

@@ -135,3 +135,27 @@ def test_while_catching_up_a_command_that_was_carried_out_leaves_only_what_the_s
     assert roster.held("g1/0") is not None
     assert roster.held("g2/0") is None
     assert roster.held("g3/0") is not None
+
+
+def test_a_worker_whose_requests_are_all_to_move_leaves_its_version_and_is_there_for_the_next() -> (
+    None
+):
+    roster = make()
+    roster.sent(replace(START, kind="move"), 1.0)
+    assert [(view.leaving, view.load) for view in roster.views()] == [(True, 1)]
+    assert not roster.handed_over("g1/0", 1), "another attempt"
+    assert roster.handed_over("g1/0", 0)
+    assert not roster.handed_over("g1/0", 0), "it is taken once"
+    assert [(view.leaving, view.load) for view in roster.views()] == [(True, 0)]
+    roster.sent(Command("r", "w0", "one", "switch", 0, policy_version=4), 2.0)
+    roster.hear(replace(READY, version=4), 3.0)
+    assert [(view.leaving, view.version) for view in roster.views()] == [(False, 4)]
+
+
+def test_while_catching_up_a_move_that_was_carried_out_leaves_no_holder() -> None:
+    roster = Roster(heartbeat_timeout=10.0, load_timeout=100.0)
+    roster.hear(replace(READY, command_offset=7), 0.0)
+    roster.sent(START, 0.0, offset=5)
+    roster.sent(replace(START, kind="move"), 0.0, offset=6)
+    assert roster.held("g1/0") is None
+    assert (roster.next_attempt("g1/0"), roster.moved("g1/0", 0)) == (1, 1)

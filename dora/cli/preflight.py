@@ -129,9 +129,7 @@ def _prompts(config: Config) -> Iterator[Check]:
 
 
 def _libraries(config: Config) -> Iterator[Check]:
-    wanted = ["torch"]
-    if config.trainer.engine == "deepspeed":
-        wanted.append("deepspeed")
+    wanted = ["torch", "deepspeed"] if config.trainer.engine == "deepspeed" else []
     if config.task.kind != "synthetic":
         wanted.append("transformers")
     if config.rollout.engine == "vllm":
@@ -144,7 +142,7 @@ def _libraries(config: Config) -> Iterator[Check]:
             f"not installed: {', '.join(missing)}; `dora doctor` says how to get them",
         )
     else:
-        yield Check("libraries", "ok", ", ".join(wanted))
+        yield Check("libraries", "ok", ", ".join(wanted) or "none needed")
 
 
 def _run_directory(config: Config) -> Iterator[Check]:

@@ -112,12 +112,12 @@ def test_a_worker_that_ends_in_order_hands_its_tokens_over(cluster: Cluster) -> 
     cluster.begin()
     with running(coordinate(cluster)):
         with running(work(cluster, "w0", engine=slow)):
-            cluster.until(lambda: len(cluster.all(Chunk)) >= 7, "chunks of the first worker")
+            cluster.until(lambda: len(cluster.all(Chunk)) >= 8, "chunks of the first worker")
         with running(work(cluster, "w1")):
             cluster.until(lambda: len(cluster.state.complete_groups()) >= 8, "a full window")
     check_log(cluster)
     resumed = [t for t in counted(cluster) if t.attempt == 1]
-    assert len(resumed) == 7, "five of the evaluation and one group were under way"
+    assert len(resumed) == 8, "the worker was full: five of the evaluation and three of training"
     assert all(t.resumed_tokens >= 4 for t in resumed), [t.resumed_tokens for t in resumed]
 
 

@@ -130,8 +130,15 @@ def schedules(
     summaries = compare(bench.results)
     ordered = {p.variant.name: summaries[p.variant.name] for p in chosen}
     show(ordered, wide_console())
-    for sentence in limits(bench.results):
-        click.echo(f"warning: {sentence}: the figures are too low", err=True)
+    found = limits(bench.results)
+    for sentence in found:
+        click.echo(f"warning: {sentence}", err=True)
+    if found:
+        click.echo(
+            "This machine, not the schedule alone, set the pace there: what is shown is less than "
+            "the schedule can do. Take a larger --time-scale.",
+            err=True,
+        )
     if plot is not None:
         title = f"{workload.preset.name}: {workload.preset.devices} devices, over Apache Kafka"
         plot_schedules(plot, title, ordered, [bench.timelines[name] for name in ordered])

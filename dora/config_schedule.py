@@ -25,7 +25,7 @@ class ScheduleSection(Section):
     migration: bool = True
     """Move trajectories between workers of one version, so that few workers hold the long tail of
     an old version and the others go on to the newest."""
-    rebalance_seconds: Annotated[float, Field(ge=0)] = 30.0
+    rebalance_seconds: Annotated[float, Field(ge=0)] = 10.0
     """Seconds between periodic checks of the balance, besides those after each step and under
     memory pressure; 0 is never."""
     memory_threshold: Annotated[float, Field(gt=0, le=1)] = 0.95

@@ -305,6 +305,7 @@ def _modes(path: Path, names: str, sets: tuple[str, ...], suffix: str) -> list[M
             f"schedule.kind={variant.kind}",
             # both sides have processors of their own
             "schedule.colocated=false",
+            f"trainer.streamed={str(variant.streamed).lower()}",
             f"window.max_staleness={variant.max_staleness}",
         )
         modes.append(Mode(variant.name + suffix, path, (*sets, *own)))

@@ -17,6 +17,7 @@ from dora.config import Config
 from dora.config_file import KafkaOverrides, load_config
 from dora.consumers.schedule_measures import Emulation
 from dora.core.cluster_presets import Preset, ScheduleVariant, preset_named, schedule_variant
+from dora.core.schedules import Schedule
 from dora.core.simulation_cases import Impossible, check
 from dora.core.simulation_cases import Workload as Work
 from dora.errors import UsageError
@@ -84,6 +85,8 @@ checkpoint_every = 1000000
 step_seconds = {training_seconds}
 publish_seconds = {publish_seconds}
 """
+
+REBALANCE_SECONDS = Schedule().rebalance_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +220,9 @@ def _plan(
         *workload.sets,
         f"schedule.kind={variant.kind}",
         f"schedule.colocated={str(variant.colocated).lower()}",
+        # like all times of an emulated cluster
+        f"schedule.rebalance_seconds={REBALANCE_SECONDS * workload.time_scale!r}",
+        f"trainer.streamed={str(variant.streamed).lower()}",
         f"window.max_staleness={variant.max_staleness}",
         f"rollout.workers={rollout}",
         f"rollout.emulated.time_scale={workload.time_scale!r}",

@@ -9,7 +9,7 @@ others give `R` to rollout and the rest to training, which then takes `T * N / (
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 ScheduleKind = Literal["dora", "sync", "one-step-off", "partial"]
@@ -18,24 +18,42 @@ ScheduleKind = Literal["dora", "sync", "one-step-off", "partial"]
 @dataclass(frozen=True, slots=True)
 class ScheduleVariant:
     """A schedule with its staleness bound K. `colocated`: rollout and training take turns on all
-    devices."""
+    devices. `streamed`: a step trains groups as they finish."""
 
     kind: ScheduleKind
     max_staleness: int
     colocated: bool
+    streamed: bool = False
+
+    @property
+    def whole_name(self) -> str:
+        """Without what is streamed: the name by which splits are known."""
+        if self.kind == "dora" or (self.kind == "partial" and self.max_staleness != 1):
+            return f"{self.kind}:{self.max_staleness}"
+        return self.kind
 
     @property
     def name(self) -> str:
         """As `schedule_variant` reads it."""
-        return f"dora:{self.max_staleness}" if self.kind == "dora" else self.kind
+        return self.whole_name + (STREAMED if self.streamed else "")
+
+
+STREAMED = "+streamed"
 
 
 def schedule_variant(text: str) -> ScheduleVariant:
-    """Reads `sync`, `one-step-off`, `partial`, `partial:K` or `dora:K`; `dora` alone is K=1.
+    """Reads `sync`, `one-step-off`, `partial`, `partial:K` or `dora:K`; `dora` alone is K=1, and
+    `+streamed` behind `one-step-off` or `dora:K` trains groups as they finish.
 
     `partial` without a bound keeps one more batch outstanding than is trained: K=1. ValueError for
     anything else.
     """
+    whole = text.removesuffix(STREAMED)
+    if whole != text:
+        variant = schedule_variant(whole)
+        if variant.colocated:
+            raise ValueError(f"{text!r} is no schedule: {whole} takes turns on the same devices")
+        return replace(variant, streamed=True)
     kind, separator, bound = text.partition(":")
     if separator and (kind not in ("dora", "partial") or not bound.isdecimal()):
         raise ValueError(f"{text!r} is no schedule: only dora and partial take a bound, as dora:3")
@@ -47,11 +65,14 @@ def schedule_variant(text: str) -> ScheduleVariant:
         return ScheduleVariant("one-step-off", 1, colocated=False)
     if kind == "partial":
         return ScheduleVariant("partial", int(bound or 1), colocated=True)
-    raise ValueError(f"{text!r} is no schedule: sync, one-step-off, partial or dora:K")
+    raise ValueError(
+        f"{text!r} is no schedule: sync, one-step-off, partial or dora:K, the "
+        f"last and one-step-off also with {STREAMED}"
+    )
 
 
 RIVALS = ("sync", "one-step-off", "partial", "dora:1", "dora:2", "dora:3")
-"""What DESIGN section 8 compares."""
+"""The schedules that are compared where none is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +172,7 @@ class Preset:
         """Devices for rollout: all where they take turns, else the best found split."""
         if variant.colocated:
             return self.devices
-        return dict(self.splits).get(variant.name) or self.balanced_rollout()
+        return dict(self.splits).get(variant.whole_name) or self.balanced_rollout()
 
 
 def _clipped_moment(preset: Preset, order: int) -> float:

@@ -27,7 +27,7 @@ class Schedule:
     kind: Kind = "dora"
     colocated: bool = False
     migration: bool = True
-    rebalance_seconds: float = 30.0
+    rebalance_seconds: float = 10.0
     memory_threshold: float = 0.95
     fill_older: bool = False
     longest_first: bool = False

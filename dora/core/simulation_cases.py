@@ -190,6 +190,7 @@ def scenario_of(
         training_seconds_per_token=workload.training_seconds_per_token * share,
         publish_seconds=preset.publish_seconds,
         prompt_tokens=preset.prompt_tokens,
+        streamed=variant.streamed,
         interrupts=variant.kind == "partial",
         adapters=(workload.adapters or bound + 2) if workload.lora else 0,
         steps=steps,

@@ -106,7 +106,8 @@ class Level:
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
     """A committed step: when the trainer began to wait, to train, and had committed (seconds);
-    generated tokens, and the staleness of each of its groups."""
+    generated tokens, and the staleness of each of its groups. In a streamed step waiting and
+    training alternate: only the time between the first two, all that was waited, is meant."""
 
     waited_at: float
     began_at: float

@@ -30,6 +30,7 @@ class Scenario:
     - `workers` of `slots` sequences each; worker `i` has speed `speeds[i mod len(speeds)]`.
     - `training_seconds` is a step's training on the devices that train, whatever is in it;
       `training_seconds_per_token` what each of its tokens adds.
+    - `streamed`: groups are trained as they finish, each for its equal share of the training time.
     - `interrupts`: the schedule `partial`, in which attempts go on over a switch of versions.
     - `adapters`: versions that a worker hosts at once; 0 for one at a time, with full weights.
     - The simulation ends when `steps` steps are committed; the first `warmup` are not measured.
@@ -53,6 +54,7 @@ class Scenario:
     publish_seconds: float = 0.0
     speeds: tuple[float, ...] = ()
     prompt_tokens: int = 0
+    streamed: bool = False
     interrupts: bool = False
     adapters: int = 0
     control_seconds: float = 0.02

@@ -1,7 +1,8 @@
 """The trainer of a simulated run: the real fold and the real batch rule, and time for the rest.
 
 Invariant: it knows of a trajectory or an admission only when the record has reached it, and takes a
-batch only as `core.window.pick_batch` allows.
+batch only as `core.window.pick_batch` allows or, group by group, as `core.streaming.next_group`
+does.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from dora.core.simulation_measures import Tally, TrainedStep
 from dora.core.simulation_records import RUN
 from dora.core.simulation_scenario import Scenario
 from dora.core.state import RunState
+from dora.core.streaming import next_group
 from dora.core.window import Blocked, Candidate, pick_batch
 from dora.schemas.records import (
     Admission,
@@ -40,6 +42,8 @@ class SimulatedTrainer:
         self._tally = tally
         self._write = write
         self._candidates: dict[str, Candidate] = {}
+        self._taken: list[Candidate] = []  # of a streamed step
+        self._waited = 0.0
         self._blocked_by: int | None = None
         self._waits_since: float | None = None
 
@@ -69,6 +73,8 @@ class SimulatedTrainer:
             return False
         self._candidates[group_id] = group.candidate
         window = self.state.window
+        if self._scenario.streamed:
+            return True
         if window.tokens_per_step is None and len(self._candidates) < window.groups_per_step:
             return False
         # newer groups do not help a batch that waits for older ones
@@ -83,6 +89,9 @@ class SimulatedTrainer:
     def _try(self) -> None:
         state = self.state
         if state.newest >= self._scenario.rules.steps:
+            return
+        if self._scenario.streamed:
+            self._stream()
             return
         picked = pick_batch(
             state.window,
@@ -106,6 +115,49 @@ class SimulatedTrainer:
         seconds = scenario.training_seconds + scenario.training_seconds_per_token * tokens
         until = began + seconds + scenario.publish_seconds
         self._events.at(until, self._commit, picked, waited_at, began)
+
+    def _stream(self) -> None:
+        """Take one more group of a streamed step, or end it."""
+        state, scenario, now = self.state, self._scenario, self._events.now
+        following = next_group(
+            state.window,
+            state.newest,
+            self._taken,
+            self._candidates.values(),
+            state.outstanding,
+            state.known_to,
+        )
+        if isinstance(following, Blocked):
+            self._pause()
+            return
+        if self._waits_since is not None:
+            self._waited += now - self._waits_since
+            self._waits_since = None
+            self.inbox.listen(False)
+            self._say("training")
+            self._tally.trains(True, now)
+        if following is None:
+            batch, self._taken = tuple(self._taken), []
+            waited, self._waited = self._waited, 0.0
+            until = now + scenario.publish_seconds
+            self._events.at(until, self._commit, batch, now - waited, now)
+            return
+        self._taken.append(following)
+        seconds = scenario.training_seconds / state.window.groups_per_step
+        seconds += scenario.training_seconds_per_token * following.tokens
+        self._events.at(now + seconds, self._go_on)
+
+    def _go_on(self) -> None:
+        self._read()
+        self._stream()
+
+    def _pause(self) -> None:
+        """Nothing may be taken now."""
+        if self._waits_since is None:
+            self._waits_since = self._events.now
+            self.inbox.listen(True)
+            self._say("waiting")
+            self._tally.trains(False, self._events.now)
 
     def _commit(self, batch: tuple[Candidate, ...], waited_at: float, began: float) -> None:
         self._read()

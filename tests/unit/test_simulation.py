@@ -65,6 +65,20 @@ def test_a_synchronous_step_takes_one_generation_one_load_and_one_training() -> 
     assert clean(result)
 
 
+def test_a_streamed_step_trains_what_is_finished_while_the_last_group_is_generated() -> None:
+    def one_is_long(identity: str, ordinal: int) -> int:
+        return 40 if ordinal % 4 == 3 else 10
+
+    whole = simulate(scenario(lengths=one_is_long))
+    streamed = simulate(scenario(lengths=one_is_long, streamed=True))
+    assert whole.step_times == pytest.approx([40 + 7] * 5)
+    assert streamed.step_times == pytest.approx([40 + 7 / 4] * 5)
+    assert streamed.trainer_idle_share == pytest.approx((40 - 3 * 7 / 4) / (40 + 7 / 4))
+    assert streamed.rollout_only_share == pytest.approx(streamed.trainer_idle_share)
+    assert streamed.staleness_max == 0
+    assert clean(streamed)
+
+
 def test_waves_follow_one_another_where_a_batch_is_larger_than_the_slots() -> None:
     result = simulate(scenario(groups=8))
     assert result.step_times == pytest.approx([2 * 10 + 7] * 5)
@@ -197,6 +211,7 @@ def test_a_scenario_that_makes_no_sense_is_refused(changes: dict[str, float], me
     size=st.integers(1, 4),
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12),
     training=st.floats(0, 50),
+    streamed=st.booleans(),
     control=st.sampled_from([0.0, 0.3, 2.0]),
     tick=st.sampled_from([0.0, 0.5]),
     cache=st.sampled_from([None, 150]),
@@ -214,6 +229,7 @@ def test_no_workload_and_no_loss_of_workers_breaks_a_rule(
     size: int,
     lengths: list[int],
     training: float,
+    streamed: bool,
     control: float,
     tick: float,
     cache: int | None,
@@ -240,6 +256,7 @@ def test_no_workload_and_no_loss_of_workers_breaks_a_rule(
             device=DeviceSpec(0.5, 0.1, 0.001, 0.01, 1.0, cache, 1.0),
             lengths=lambda identity, ordinal: lengths[(ordinal + len(identity)) % len(lengths)],
             training_seconds=training,
+            streamed=streamed and kind != "partial",
             control_seconds=control,
             tick_seconds=tick,
             changes=tuple(changes),

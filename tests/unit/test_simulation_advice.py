@@ -45,7 +45,9 @@ def test_expected_lengths_are_those_that_are_drawn(name: str) -> None:
         ("sync", "sync", 0, True),
         ("one-step-off", "one-step-off", 1, False),
         ("partial", "partial", 1, True),
+        ("partial:3", "partial", 3, True),
         ("dora:3", "dora", 3, False),
+        ("dora:2+streamed", "dora", 2, False),
     ],
 )
 def test_schedules_are_read(text: str, kind: str, bound: int, colocated: bool) -> None:
@@ -54,7 +56,9 @@ def test_schedules_are_read(text: str, kind: str, bound: int, colocated: bool) -
     assert variant.name == text
 
 
-@pytest.mark.parametrize("text", ["", "dora:", "dora:-1", "sync:2", "fifo"])
+@pytest.mark.parametrize(
+    "text", ["", "dora:", "dora:-1", "sync:2", "fifo", "sync+streamed", "dora:1+"]
+)
 def test_what_is_no_schedule_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no schedule"):
         schedule_variant(text)

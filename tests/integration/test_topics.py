@@ -66,6 +66,7 @@ def test_the_plan_follows_from_the_configuration(run_name: str) -> None:
         topics.dispatch: 3,
         topics.chunks: 6,
         topics.trajectories: 6,
+        topics.handovers: 1,
         topics.policies: 1,
         topics.steps: 1,
         topics.workers: 1,
@@ -74,7 +75,9 @@ def test_the_plan_follows_from_the_configuration(run_name: str) -> None:
     assert set(plan) == set(topics.all)
     compacted = {n for n, spec in plan.items() if spec.configs["cleanup.policy"] == "compact"}
     assert compacted == {topics.policies, topics.workers}
-    assert {spec.configs["retention.ms"] for spec in plan.values()} == {"-1"}
+    kept = {n: s.configs["retention.ms"] for n, s in plan.items() if n != topics.handovers}
+    assert set(kept.values()) == {"-1"}
+    assert plan[topics.handovers].configs["retention.ms"] == "3600000"
 
 
 def test_retention_limits_the_data_but_never_the_ledger(run_name: str) -> None:
@@ -244,7 +247,7 @@ def test_the_command_creates_describes_and_deletes(
     assert f"would delete {run_name}.steps with 0 records" in asked.output
     assert "--yes" in asked.output
     assert run_cli(settings, "delete", run_name, "--dry-run", "--yes").exit_code == 0
-    assert len(TopicAdmin(settings).existing(run_name)) == 7
+    assert len(TopicAdmin(settings).existing(run_name)) == 8
 
     deleted = run_cli(settings, "delete", run_name, "--yes", "--json")
     assert deleted.exit_code == 0, deleted.output

@@ -107,6 +107,9 @@ def records(draw: st.DrawFn, cls: type[Record]) -> Record:
         own["resumed_tokens"] = draw(st.integers(0, n))
     elif cls is Command:
         own = {"prefix_token_ids": tokens, "prefix_logprobs": logprobs}
+        first = draw(st.integers(0, n))
+        runs = (VersionRun(3, first), VersionRun(4, n - first))
+        own["prefix_runs"] = draw(st.sampled_from([(), runs]))
     elif cls is Policy:
         own = {"canary_token_ids": tokens, "canary_logprobs": logprobs[4:]}
     elif cls is Trajectory:

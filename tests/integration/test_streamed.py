@@ -137,7 +137,8 @@ def test_gradients_are_divided_wherever_deepspeed_keeps_them(
     before = weights(whole).float()
     for version in (0, 1):
         expected, found = whole.update(step(), version), streamed.update(step(), version)
-        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.02), version
+        coarse = 0.05 if dtype == "bfloat16" else 0.02
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=coarse), version
     moved = (weights(whole).float() - before).abs()
     apart = (weights(streamed).float() - weights(whole).float()).abs()
     assert moved.max() > 1e-4

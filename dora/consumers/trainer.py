@@ -75,6 +75,7 @@ class Trainer:
         self._policies: dict[int, Policy] = {}
         self._started_at = time.monotonic()
         self._accepted: Deviation | None = None  # by the recovery, until the next step tells it
+        self._following = False  # the reader is at the live versions
         self._live_versions = 0  # most versions with unfinished groups seen since the last step
         self._admin = TopicAdmin(settings)
         self._admin.ping()
@@ -118,6 +119,7 @@ class Trainer:
                     live_positions(self._reader, self._config, self._policies, newest)
                     | {(self._topics.workers, 0): END}
                 )
+                self._following = True
                 while not self._complete and not stop.is_set():
                     self._take_step(stop)
             done = "all steps are committed" if self._complete else "stopped between two steps"
@@ -167,7 +169,9 @@ class Trainer:
         self._heartbeat.say("loading", "loading the model")
         model = starting_model(self._config)
         beat = self._heartbeat.beat
-        self._learner = create_learner(self._config, model, progress=beat, ranks=self._ranks)
+        self._learner = create_learner(
+            self._config, model, progress=self._progress, ranks=self._ranks
+        )
         self._planner = Planner(
             self._state,
             self._config.trainer.loss,
@@ -306,6 +310,13 @@ class Trainer:
         step = self._ledger.commit_set_aside(newest.weights_checksum, refs, metrics, self._read())
         self._committed(step)
         log.info("%d groups set aside, the first because of: %s", len(refs), refs[0].reason)
+
+    def _progress(self) -> None:
+        """Between two pieces of a step: a heartbeat, and what has arrived is read, so that the next
+        batch need not wait for it."""
+        self._heartbeat.beat()
+        if self._following:
+            self._take(self._reader.poll())
 
     def _take(self, messages: list[Message]) -> None:
         for message in messages:

@@ -12,6 +12,8 @@ import math
 SLOWEST, FASTEST = 1 / 8, 8.0
 _ABSURD = 16.0
 """Rates further from the peers' than this factor are no measurement."""
+_PLAUSIBLE = (1e-3, 1e6)
+"""Tokens per second and sequence that any device could have."""
 _SMOOTHING = 0.2
 _STEPS = 8
 """Speeds are rounded to eighths, so that noise changes no decision."""
@@ -25,10 +27,12 @@ class Speeds:
         self._ratios: dict[str, float] = {}
 
     def heard(self, name: str, tokens_per_second: float, running: int) -> None:
-        """A report; nonsense (not finite, not positive, absurdly far from its peers) is ignored."""
-        if running < 1 or not math.isfinite(tokens_per_second) or tokens_per_second <= 0:
+        """A report; nonsense (no number, implausible, absurdly far from its peers) is ignored."""
+        if running < 1 or not math.isfinite(tokens_per_second):
             return
         rate = tokens_per_second / running
+        if not _PLAUSIBLE[0] <= rate <= _PLAUSIBLE[1]:
+            return
         bucket = running.bit_length()
         typical = self._typical.get(bucket)
         if typical is None:

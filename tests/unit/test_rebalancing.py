@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dora.core.coordination import Coordination, Decision, Rules
@@ -113,6 +113,8 @@ def test_a_worker_is_as_fast_as_its_peers_of_equal_load_say() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(), st.integers(-1, 300))))
+@example([("a", 5e-324, 2), ("a", 1.0, 2)])
+@example([("a", 1e308, 2), ("b", 50.0, 2)])
 def test_speeds_stay_within_bounds_whatever_is_reported(
     reports: list[tuple[str, float, int]],
 ) -> None:

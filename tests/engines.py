@@ -1,10 +1,13 @@
 """A tiny language model, and one vLLM engine for a whole session: importing vLLM is slow."""
 
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
+
+from dora.producers.engines.base import Delta, Engine
 
 VOCABULARY = 40
 STOP = 1
@@ -62,3 +65,27 @@ def vllm_engine(tiny_model_dir: Path) -> Iterator["object"]:
     engine.restart(tiny_model_dir, 0)
     yield engine
     engine.close()
+
+
+def drain(engine: Engine, until: Callable[[], bool] = lambda: False) -> dict[str, Delta]:
+    """Run to the end, or `until` something holds; the deltas of each request joined into one."""
+    joined: dict[str, Delta] = {}
+    deadline = time.monotonic() + 60
+    while engine.running and not until():
+        assert time.monotonic() < deadline, "the engine does not finish"
+        collect(joined, engine.step())
+    return joined
+
+
+def collect(joined: dict[str, Delta], deltas: Iterable[Delta]) -> None:
+    """Join the deltas to those before."""
+    for delta in deltas:
+        before = joined.get(delta.request_id, Delta(delta.request_id))
+        assert before.finish_reason is None, "a delta after the last one"
+        joined[delta.request_id] = Delta(
+            delta.request_id,
+            before.token_ids + delta.token_ids,
+            before.logprobs + delta.logprobs,
+            delta.finish_reason,
+            delta.error,
+        )

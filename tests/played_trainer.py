@@ -19,7 +19,7 @@ from dora.config import Config
 from dora.core.ring import slot, slot_partitions
 from dora.core.state import RunState, finished_facts
 from dora.core.window import Window
-from dora.producers import worker_loop
+from dora.producers import fleet
 from dora.producers.coordinator import Coordinator
 from dora.producers.emulated_scoring import EmulatedScorer
 from dora.producers.engines import Engine, create_engine
@@ -234,7 +234,7 @@ def worker(
         clock=time.monotonic,
     )  # fmt: skip
 
-    def make(writer: LogWriter, catch_up: Callable[[], None]) -> Worker:
+    def make(name: str, writer: LogWriter, catch_up: Callable[[], None]) -> Worker:
         return Worker(
             config, writer, name, engine=engine, installer=installer,
             task=CountingTask("counting"), tokenizer=PlainTokenizer(),
@@ -242,7 +242,7 @@ def worker(
             **options,
         )  # fmt: skip
 
-    worker_loop.work(cluster.settings, name, make, stop)
+    fleet.work(cluster.settings, [name], make, stop, flush_seconds=DEADLINE)
 
 
 @pytest.fixture

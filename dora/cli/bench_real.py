@@ -18,11 +18,15 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from dora.cli.bench_plots import check_plot, plot_curves
-from dora.cli.bench_schedules import spread, wide_console
+from dora.cli.bench_tables import (
+    figures_table,
+    spread,
+    staleness,
+    violations,
+    wide_console,
+)
 from dora.cli.options import ConfigSource, cluster_options
 from dora.config import Config
 from dora.config_file import KafkaOverrides, load_config
@@ -269,16 +273,12 @@ def summary_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def show(summaries: Mapping[str, dict[str, Any]], console: Console) -> None:
     """Print the table."""
-    table = Table(title="real engines: mean (smallest-largest over runs)", title_justify="left")
     heads = (
         "mode", "runs", "steps/s", "trajectories/s", "trainer idle", "rollout only",
         "staleness mean/max", "success first", "success last", "violations",
     )  # fmt: skip
-    for head in heads:
-        table.add_column(head, justify="left" if head == "mode" else "right")
+    table = figures_table("real engines: mean (smallest-largest over runs)", heads)
     for name, summary in summaries.items():
-        violations = Text(str(summary["violations"]))
-        violations.stylize("bold red" if summary["violations"] else "green")
         table.add_row(
             name,
             str(summary["runs"]),
@@ -286,10 +286,10 @@ def show(summaries: Mapping[str, dict[str, Any]], console: Console) -> None:
             spread(summary, "trajectories_per_second", "{:.1f}"),
             spread(summary, "trainer_idle_share", "{:.2f}"),
             spread(summary, "rollout_only_share", "{:.2f}"),
-            f"{summary['staleness_mean']:.2f} / {summary['staleness_max']}",
+            staleness(summary),
             spread(summary, "success_first", "{:.3f}"),
             spread(summary, "success_last", "{:.3f}"),
-            violations,
+            violations(summary),
         )
     console.print(table)
 

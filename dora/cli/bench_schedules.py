@@ -10,10 +10,15 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from dora.cli.bench_plots import check_plot, plot_schedules
+from dora.cli.bench_tables import (
+    figures_table,
+    spread,
+    staleness,
+    violations,
+    wide_console,
+)
 from dora.cli.bench_workload import (
     Plan,
     Workload,
@@ -24,32 +29,26 @@ from dora.cli.bench_workload import (
     run_source,
 )
 from dora.cli.options import cluster_options
+from dora.cli.simulate_workload import check_workload_named, workload_options
 from dora.config_file import KafkaOverrides
 from dora.consumers.schedule_comparison import RunResult, Timeline, compare, limits, timeline
-from dora.core.cluster_presets import PRESETS, RIVALS
+from dora.core.cluster_presets import RIVALS
 from dora.errors import UsageError
 
 _READ_SECONDS = 1800.0
-_WIDTH = 160
 _TIME_SCALE = 0.05
 """20 emulated seconds pass in one second here."""
 
 
 @click.command()
-@click.argument(
-    "config_path",
-    metavar="[CONFIG]",
-    required=False,
-    type=click.Path(path_type=Path, dir_okay=False),
-)
-@click.option("--preset", metavar="NAME", help=f"Instead of CONFIG: {', '.join(PRESETS)}.")
+@workload_options
 @click.option(
     "--schedules",
     "names",
     default=",".join(RIVALS),
     show_default=True,
     metavar="NAMES",
-    help="sync, one-step-off, partial[:K] and dora:K, separated by commas.",
+    help="sync, one-step-off, partial[:K], dora:K, dora:K+streamed; separated by commas.",
 )
 @click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option(
@@ -101,10 +100,7 @@ def schedules(
     emulated. Each run is measured from its log and audited. docs/performance.md defines the
     figures.
     """
-    if (config_path is None) == (preset is None):
-        raise UsageError(
-            "name either a CONFIG or a --preset", hint=f"Presets: {', '.join(PRESETS)}"
-        )
+    check_workload_named(config_path, preset)
     check_plot(plot)
     if json_path is not None and not json_path.absolute().parent.is_dir():
         raise UsageError(f"--json {json_path}: there is no such directory")
@@ -237,26 +233,14 @@ class ScheduleBench:
         }
 
 
-def wide_console() -> Console:
-    """A console whose tables are not squeezed when they go to a file or through a pipe."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
-
-
 def show(summaries: dict[str, dict[str, Any]], console: Console) -> None:
     """Print the table."""
-    table = Table(title="schedules: mean (smallest-largest over repeats)", title_justify="left")
     heads = (
         "schedule", "R", "step s", "of ideal", "x sync", "trainer idle", "rollout only",
         "staleness mean/max", "moves/step", "overhead", "violations",
     )  # fmt: skip
-    for head in heads:
-        table.add_column(head, justify="left" if head == "schedule" else "right")
+    table = figures_table("schedules: mean (smallest-largest over repeats)", heads)
     for name, summary in summaries.items():
-        violations = Text(str(summary["violations"]))
-        violations.stylize("bold red" if summary["violations"] else "green")
-        if summary["mixed_version"]:
-            violations.append(f" + {summary['mixed_version']} mixed by design", style="yellow")
         table.add_row(
             name,
             str(summary["rollout_devices"]),
@@ -265,18 +249,9 @@ def show(summaries: dict[str, dict[str, Any]], console: Console) -> None:
             spread(summary, "ratio_to_sync", "{:.2f}"),
             spread(summary, "trainer_idle_share", "{:.2f}"),
             spread(summary, "rollout_only_share", "{:.2f}"),
-            f"{summary['staleness_mean']:.2f} / {summary['staleness_max']}",
+            staleness(summary),
             spread(summary, "migrations", "{:.1f}"),
             f"{summary['overhead_share']:.2%}",
-            violations,
+            violations(summary),
         )
     console.print(table)
-
-
-def spread(summary: dict[str, Any], name: str, form: str) -> str:
-    """A mean with its range, if there is one."""
-    if summary[name] is None:
-        return "-"
-    low, high = (form.format(value) for value in summary["spread"][name])
-    text = form.format(summary[name])
-    return text if low == high else f"{text} ({low}-{high})"

@@ -14,13 +14,15 @@ from rich.table import Table
 
 from dora.cli.options import json_option
 from dora.cli.simulate_workload import (
+    check_workload_named,
     config_workload,
     measured_workload,
     preset_workload,
     resized,
+    workload_options,
 )
 from dora.core.advice import Advice, Case, Judge, Verdict, advise, best_splits, judge, judge_in_turn
-from dora.core.cluster_presets import PRESETS, RIVALS, ScheduleVariant, schedule_variant
+from dora.core.cluster_presets import RIVALS, ScheduleVariant, schedule_variant
 from dora.core.simulation import Stuck
 from dora.core.simulation_cases import Impossible, Workload, check
 from dora.errors import RunError, UsageError
@@ -30,16 +32,10 @@ MOST_STALENESS = 4
 
 
 @click.command()
-@click.argument(
-    "config_path",
-    metavar="[CONFIG]",
-    required=False,
-    type=click.Path(path_type=Path, dir_okay=False),
-)
-@click.option("--preset", metavar="NAME", help=f"Instead of CONFIG: {', '.join(PRESETS)}.")
+@workload_options
 @click.option(
     "--schedule", "names", multiple=True, metavar="NAME",
-    help="sync, one-step-off, partial[:K] or dora:K; may be repeated. By default all of them.",
+    help="sync, one-step-off, partial[:K], dora:K, dora:K+streamed; may be repeated.",
 )  # fmt: skip
 @click.option(
     "--max-staleness", type=click.IntRange(0, 64), metavar="K",
@@ -99,10 +95,7 @@ def simulate(
     latency models. The workload is a --preset or that of a CONFIG: its window, rollout.emulated and
     trainer.emulated. Its workers are all devices.
     """
-    if (config_path is None) == (preset is None):
-        raise UsageError(
-            "name either a CONFIG or a --preset", hint=f"Presets: {', '.join(PRESETS)}"
-        )
+    check_workload_named(config_path, preset)
     if preset is not None:
         if sets:
             raise UsageError("--set changes a CONFIG; a preset is what it is")

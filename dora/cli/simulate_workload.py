@@ -5,15 +5,42 @@ Invariant: the work of a step and its training follow one another: with more gro
 longer in proportion, on more devices it takes less.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
+
+import click
 
 from dora.config import Config
 from dora.config_file import KafkaOverrides, load_config
-from dora.core.cluster_presets import Preset, preset_named
+from dora.core.cluster_presets import PRESETS, Preset, preset_named
 from dora.core.simulation_cases import Impossible, Workload, with_measured
 from dora.errors import UsageError
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def workload_options(command: C) -> C:
+    """The argument CONFIG and the option --preset, one of which names a workload."""
+    option = click.option(
+        "--preset", metavar="NAME", help=f"Instead of CONFIG: {', '.join(PRESETS)}."
+    )
+    argument = click.argument(
+        "config_path",
+        metavar="[CONFIG]",
+        required=False,
+        type=click.Path(path_type=Path, dir_okay=False),
+    )
+    return argument(option(command))
+
+
+def check_workload_named(config_path: Path | None, preset: str | None) -> None:
+    """UsageError unless exactly one of them is given."""
+    if (config_path is None) == (preset is None):
+        raise UsageError(
+            "name either a CONFIG or a --preset", hint=f"Presets: {', '.join(PRESETS)}"
+        )
 
 
 def preset_workload(name: str) -> Workload:

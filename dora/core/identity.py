@@ -27,19 +27,21 @@ def _differences(prefix: str, recorded: Mapping[str, Any], given: Mapping[str, A
 
 
 def schedule_of(recorded: str) -> str:
-    """The schedule that a recorded identity (JSON) names; `dora` where it names none, or is not
-    readable."""
-    try:
-        section = json.loads(recorded).get("schedule", {})
-        return str(section.get("kind", "dora"))
-    except (ValueError, AttributeError):
-        return "dora"
+    """The schedule that a recorded identity (JSON) names; `dora` where it names none."""
+    return str(_section(recorded, "schedule").get("kind", "dora"))
 
 
 def ends_early(recorded: str) -> bool:
     """Whether the run with this recorded identity (JSON) has a budget of tokens per step, so that a
     step may train fewer groups than `groups_per_step`."""
+    return _section(recorded, "window").get("tokens_per_step") is not None
+
+
+def _section(recorded: str, name: str) -> Mapping[str, Any]:
+    """A section of a recorded identity; empty where it is not recorded or not readable: whoever
+    compares configurations says so."""
     try:
-        return json.loads(recorded).get("window", {}).get("tokens_per_step") is not None
+        section = json.loads(recorded).get(name)
     except (ValueError, AttributeError):
-        return False
+        return {}
+    return section if isinstance(section, dict) else {}

@@ -1,7 +1,7 @@
 """The words in which placement speaks: workers, work, and what a plan makes of them.
 
 Which worker generates what is decided in `core.assignment`, what moves between workers in
-`core.rebalancing` (DORA paper, Algorithm 1; DESIGN: coordinator, schedules).
+`core.rebalancing` (DORA paper, Algorithm 1).
 """
 
 from dataclasses import dataclass

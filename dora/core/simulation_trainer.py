@@ -81,10 +81,13 @@ class SimulatedTrainer:
         return self._blocked_by is None or group.version <= self._blocked_by
 
     def _wait(self) -> None:
+        self._listen()
+        self._try()
+
+    def _listen(self) -> None:
         self._waits_since = self._events.now
         self.inbox.listen(True)
         self._say("waiting")
-        self._try()
 
     def _try(self) -> None:
         state = self.state
@@ -104,17 +107,24 @@ class SimulatedTrainer:
             self._blocked_by = picked.version
             return
         self._blocked_by = None
-        began, waited_at = self._events.now, self._waits_since
-        assert waited_at is not None
-        self._waits_since = None
-        self.inbox.listen(False)
-        self._say("training")
-        self._tally.trains(True, began)
+        began = self._events.now
+        waited = self._start()
         scenario = self._scenario
         tokens = sum(candidate.tokens for candidate in picked)
         seconds = scenario.training_seconds + scenario.training_seconds_per_token * tokens
         until = began + seconds + scenario.publish_seconds
-        self._events.at(until, self._commit, picked, waited_at, began)
+        self._events.at(until, self._commit, picked, began - waited, began)
+
+    def _start(self) -> float:
+        """Training goes on; returns for how long it did not."""
+        now = self._events.now
+        if self._waits_since is None:
+            return 0.0
+        waited, self._waits_since = now - self._waits_since, None
+        self.inbox.listen(False)
+        self._say("training")
+        self._tally.trains(True, now)
+        return waited
 
     def _stream(self) -> None:
         """Take one more group of a streamed step, or end it."""
@@ -128,14 +138,11 @@ class SimulatedTrainer:
             state.known_to,
         )
         if isinstance(following, Blocked):
-            self._pause()
+            if self._waits_since is None:
+                self._tally.trains(False, now)
+                self._listen()
             return
-        if self._waits_since is not None:
-            self._waited += now - self._waits_since
-            self._waits_since = None
-            self.inbox.listen(False)
-            self._say("training")
-            self._tally.trains(True, now)
+        self._waited += self._start()
         if following is None:
             batch, self._taken = tuple(self._taken), []
             waited, self._waited = self._waited, 0.0
@@ -150,14 +157,6 @@ class SimulatedTrainer:
     def _go_on(self) -> None:
         self._read()
         self._stream()
-
-    def _pause(self) -> None:
-        """Nothing may be taken now."""
-        if self._waits_since is None:
-            self._waits_since = self._events.now
-            self.inbox.listen(True)
-            self._say("waiting")
-            self._tally.trains(False, self._events.now)
 
     def _commit(self, batch: tuple[Candidate, ...], waited_at: float, began: float) -> None:
         self._read()

@@ -1,4 +1,4 @@
-"""Many emulated workers in one process.
+"""The loop of a process that hosts one rollout worker, or many emulated ones.
 
 Invariant: each worker is one of its own to the rest of the run (its commands, its incarnation, its
 statuses), while they share one thread, one reader and one writer. Whoever has something to do gets
@@ -22,7 +22,7 @@ TURN_SECONDS = 0.002
 MakeWorker = Callable[[str, LogWriter, Callable[[], None]], Worker]
 
 
-def work_together(
+def work(
     settings: ClusterSettings,
     names: Sequence[str],
     make: MakeWorker,
@@ -33,8 +33,10 @@ def work_together(
 ) -> None:
     """Run the workers of these names until `stop` is set or the coordinator has stopped them all.
 
-    `make` puts the worker of a name on the shared writer, as in `worker_loop.work`. Raises what one
-    of them dies of, after all have said that they failed: they share their process.
+    `make` puts the worker of a name on the shared writer; it also gets what reads newly arrived
+    records while the worker itself is busy. Raises what one of them dies of, after all have said
+    that they failed: CanaryError or WeightsError when a version cannot be put into the engine,
+    BusError when Kafka refuses, and whatever the engine itself dies of.
     """
     reader = LogReader(settings, client_id=names[0])
     writer = LogWriter(settings, client_id=names[0])

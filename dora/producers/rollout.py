@@ -18,14 +18,13 @@ from dora.producers import watchdog
 from dora.producers.claim import claim_worker_ids
 from dora.producers.emulated_scoring import EmulatedScorer
 from dora.producers.engines import Engine, create_engine
-from dora.producers.fleet import fleet_names, work_together
+from dora.producers.fleet import fleet_names, work
 from dora.producers.installation import Installer
 from dora.producers.scoring import Scorer
 from dora.producers.tasks.base import create_task
 from dora.producers.tasks.hooks import load_hook
 from dora.producers.tokenization import stop_token_ids, tokenizer_of
 from dora.producers.worker import Worker
-from dora.producers.worker_loop import work
 from dora.weights.store import WeightStore
 
 
@@ -83,11 +82,7 @@ def run_workers(
         )  # fmt: skip
 
     try:
-        if count == 1:
-            work(settings, first, lambda *shared: make(first, *shared), stop)
-        else:
-            flush_seconds = config.kafka.request_timeout_seconds
-            work_together(settings, names, make, stop, flush_seconds=flush_seconds)
+        work(settings, names, make, stop, flush_seconds=config.kafka.request_timeout_seconds)
     finally:
         watchdog.off()
         for each in opened:

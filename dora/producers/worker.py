@@ -43,7 +43,7 @@ DRAIN_SECONDS = 5.0
 
 class Worker:
     """One rollout worker, without a loop of its own: whoever owns it feeds it from `positions` with
-    `receive`, calls `turn` again and again, and `end` or `failed` at the end.
+    `receive`, takes `step`, `absorb` and `report` in turn, and `end` or `failed` at the end.
 
     `writer` may be shared with other workers of the same thread; `catch_up` feeds what has arrived
     while the worker was busy loading.
@@ -133,7 +133,7 @@ class Worker:
                 self.told_to_stop = True
 
     def wait(self) -> float:
-        """Seconds that may pass before `turn` has something to do, unless a record arrives."""
+        """Seconds that may pass before a turn has something to do, unless a record arrives."""
         if self._deltas or self.has_results:
             return 0.0
         if self._hosting.loading != -1:
@@ -142,21 +142,10 @@ class Worker:
             return self.engine.due()
         return 0.01 if self._in_hand.scoring else 0.05
 
-    def turn(self) -> None:
-        """Load what was ordered, one engine step, results, heartbeat. Waits for nothing but Kafka
-        and the engine."""
-        self.step()
-        if self.has_results:
-            self._flush()
-        self.absorb()
-        if self.report_due:
-            self._flush()
-            self.report()
-
     def step(self) -> None:
-        """The first part of a turn: the engine's work. The others are `absorb` and `report`, each
-        after a flush of the writer where `has_results` or `report_due` says so; several workers may
-        share the flush."""
+        """The first part of a turn: load what was ordered, and the engine's work. The others are
+        `absorb` and `report`, each after a flush of the writer where `has_results` or `report_due`
+        says so; several workers share the flush."""
         version = self._hosting.next()
         if version is not None:
             self._load(version)

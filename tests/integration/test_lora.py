@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from dora.weights.adapters import write_adapter
 from dora.weights.canary import canary_tokens
 from dora.weights.store import WeightStore
 from tests.adapters import RANK, make_adapter, merged_logprobs
-from tests.engines import VOCABULARY
+from tests.engines import VOCABULARY, collect, drain
 
 pytestmark = pytest.mark.vllm
 
@@ -55,29 +55,6 @@ def engine(lora_engine: VllmAdapterEngine, adapters: list[Path]) -> VllmAdapterE
     for version in {0, 1} - lora_engine.versions:
         lora_engine.load(adapters[version], version)
     return lora_engine
-
-
-def drain(engine: VllmAdapterEngine) -> dict[str, Delta]:
-    """Run to the end; the deltas of each request joined into one."""
-    joined: dict[str, Delta] = {}
-    deadline = time.monotonic() + 60
-    while engine.running:
-        assert time.monotonic() < deadline, "the engine does not finish"
-        collect(joined, engine.step())
-    return joined
-
-
-def collect(joined: dict[str, Delta], deltas: Sequence[Delta]) -> None:
-    for delta in deltas:
-        before = joined.get(delta.request_id, Delta(delta.request_id))
-        assert before.finish_reason is None, "a delta after the last one"
-        joined[delta.request_id] = Delta(
-            delta.request_id,
-            before.token_ids + delta.token_ids,
-            before.logprobs + delta.logprobs,
-            delta.finish_reason,
-            delta.error,
-        )
 
 
 def request(name: str, version: int | None, seed: int = 0, length: int = 24) -> Request:

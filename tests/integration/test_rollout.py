@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from dora.bus.writer import LogWriter
+from dora.config_emulation import EmulatedSection
 from dora.core.ring import worker_partition
 from dora.errors import FencedError, RunError
 from dora.producers.claim import claim_worker_ids
@@ -99,7 +100,12 @@ def test_what_a_lost_worker_held_is_generated_by_another_as_a_new_attempt(
             return []
 
     def frozen() -> Engine:
-        return Frozen(EmulatedSpec(load_seconds=0), vocabulary=40, capacity=8, max_model_len=64)
+        return Frozen(
+            EmulatedSpec(EmulatedSection(load_seconds=0)),
+            vocabulary=40,
+            capacity=8,
+            max_model_len=64,
+        )
 
     cluster.begin()
     with running(coordinate(cluster)):
@@ -122,7 +128,7 @@ def test_a_failed_request_sets_its_group_aside_and_nothing_else(cluster: Cluster
 
         def __init__(self) -> None:
             super().__init__(
-                EmulatedSpec(load_seconds=0, time_scale=0, length_mean=5),
+                EmulatedSpec(EmulatedSection(load_seconds=0, time_scale=0, length_mean=5)),
                 vocabulary=40, capacity=8, max_model_len=64,
             )  # fmt: skip
             self.told: list[Delta] = []

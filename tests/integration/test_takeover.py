@@ -10,6 +10,7 @@ import pytest
 
 from dora.bus.writer import LogWriter
 from dora.config import Config
+from dora.config_emulation import EmulatedSection
 from dora.consumers.audit import audit_run
 from dora.core.coordination import Coordination
 from dora.core.ring import slot_partitions, worker_partition
@@ -40,7 +41,9 @@ class Hanging(EmulatedEngine):
     """Does not return from a step, once every request has some tokens, until it is let go."""
 
     def __init__(self, go_on: threading.Event, steps: int = 8) -> None:
-        spec = EmulatedSpec(load_seconds=0, time_scale=0, length="fixed", length_mean=20)
+        spec = EmulatedSpec(
+            EmulatedSection(load_seconds=0, time_scale=0, length="fixed", length_mean=20)
+        )
         super().__init__(spec, vocabulary=40, capacity=8, max_model_len=64)
         self._go_on = go_on
         self._steps = steps
@@ -106,7 +109,9 @@ def test_a_worker_that_silently_never_returns_loses_only_tokens_since_its_last_c
 
 def test_a_worker_that_ends_in_order_hands_its_tokens_over(cluster: Cluster) -> None:
     def slow() -> Engine:
-        spec = EmulatedSpec(iteration_seconds=0.05, load_seconds=0, length="fixed", length_mean=32)
+        spec = EmulatedSpec(
+            EmulatedSection(iteration_seconds=0.05, load_seconds=0, length="fixed", length_mean=32)
+        )
         return EmulatedEngine(spec, vocabulary=40, capacity=8, max_model_len=64)
 
     cluster.begin()
@@ -134,7 +139,9 @@ def test_a_request_that_its_engine_forgot_is_tried_again_and_its_worker_lives(
         """Loses the first attempt at g1/0 after three tokens."""
 
         def __init__(self) -> None:
-            spec = EmulatedSpec(load_seconds=0, time_scale=0, length="fixed", length_mean=9)
+            spec = EmulatedSpec(
+                EmulatedSection(load_seconds=0, time_scale=0, length="fixed", length_mean=9)
+            )
             super().__init__(spec, vocabulary=40, capacity=8, max_model_len=64)
             self.tokens = 0
 
@@ -275,7 +282,9 @@ def test_a_request_that_kills_its_worker_is_given_up_and_everything_else_is_fini
         """Dies of g0/1."""
 
         def __init__(self) -> None:
-            spec = EmulatedSpec(load_seconds=0, time_scale=0, length="fixed", length_mean=6)
+            spec = EmulatedSpec(
+                EmulatedSection(load_seconds=0, time_scale=0, length="fixed", length_mean=6)
+            )
             super().__init__(spec, vocabulary=40, capacity=8, max_model_len=64)
             self.poisoned = False
 

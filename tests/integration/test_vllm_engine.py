@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsW
 from dora.errors import DoraError, WeightsError
 from dora.producers.engines.base import Delta, Request, Sampling
 from dora.producers.engines.vllm import VllmEngine
-from tests.engines import STOP, VOCABULARY, ModelMaker
+from tests.engines import STOP, VOCABULARY, ModelMaker, drain
 
 pytestmark = pytest.mark.vllm
 
@@ -57,24 +57,6 @@ def run(engine: VllmEngine, requests: Sequence[Request]) -> dict[str, Delta]:
     for request in requests:
         engine.add(request)
     return drain(engine)
-
-
-def drain(engine: VllmEngine, until: Callable[[], bool] = lambda: False) -> dict[str, Delta]:
-    joined: dict[str, Delta] = {}
-    deadline = time.monotonic() + 60
-    while engine.running and not until():
-        assert time.monotonic() < deadline, "the engine does not finish"
-        for delta in engine.step():
-            before = joined.get(delta.request_id, Delta(delta.request_id))
-            assert before.finish_reason is None, "a delta after the last one"
-            joined[delta.request_id] = Delta(
-                delta.request_id,
-                before.token_ids + delta.token_ids,
-                before.logprobs + delta.logprobs,
-                delta.finish_reason,
-                delta.error,
-            )
-    return joined
 
 
 def sampling(**changes: object) -> Sampling:

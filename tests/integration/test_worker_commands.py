@@ -3,6 +3,7 @@ Kafka, emulated engine; the test plays trainer and coordinator)."""
 
 from dora.bus.writer import LogWriter
 from dora.config import Config
+from dora.config_emulation import EmulatedSection
 from dora.core.ring import worker_partition
 from dora.producers.engines import Engine
 from dora.producers.engines.emulated import EmulatedEngine, EmulatedSpec
@@ -21,7 +22,9 @@ from tests.played_trainer import Cluster, running, work
 
 
 def slow() -> Engine:
-    spec = EmulatedSpec(iteration_seconds=0.05, load_seconds=0, length="fixed", length_mean=24)
+    spec = EmulatedSpec(
+        EmulatedSection(iteration_seconds=0.05, load_seconds=0, length="fixed", length_mean=24)
+    )
     return EmulatedEngine(spec, vocabulary=40, capacity=8, max_model_len=64)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dora.config import Config
+from dora.config_emulation import EmulatedSection
 from dora.errors import DoraError, PolicyError, WeightsError
 from dora.producers.engines import create_engine
 from dora.producers.engines.base import Delta, Request, Sampling, complete, refusal, resumed_seed
@@ -41,7 +42,7 @@ OPTIONS = ("report_every", "waits", "hosts_many")
 
 def make(time: VirtualTime, *, capacity: int = 256, **changes: object) -> EmulatedEngine:
     options = {name: changes.pop(name) for name in OPTIONS if name in changes}
-    spec = EmulatedSpec(**{"load_seconds": 0.0, **changes})  # type: ignore[arg-type]
+    spec = EmulatedSpec(EmulatedSection(**{"load_seconds": 0.0, **changes}))  # type: ignore[arg-type]
     engine = EmulatedEngine(
         spec,
         vocabulary=VOCABULARY,

@@ -83,7 +83,7 @@ class EmulatedEngine(Engine):
         self.hosts_many = hosts_many
         self._given_vocabulary = vocabulary
         self._seed = seed
-        self._spec = spec
+        self._section = spec.section
         self._lengths = spec.lengths()
         self._report_every = report_every
         self._waits = waits
@@ -142,14 +142,14 @@ class EmulatedEngine(Engine):
             self.vocabulary = vocabulary_of(directory)
         now = self._now()
         if self.hosts_many:
-            self._ready_at[version] = now + self._spec.load_seconds
+            self._ready_at[version] = now + self._section.load_seconds
             self.version = max(self._ready_at)
         else:
             self._device.load(now)
             self._ready_at = {version: now}
             self.version = version
         if self._waits:
-            self._spend(self._spec.load_seconds)
+            self._spend(self._section.load_seconds)
 
     def unload(self, version: int) -> None:
         """Forget a version; see `Engine.unload`."""
@@ -192,7 +192,7 @@ class EmulatedEngine(Engine):
         total = min(drawn, request.sampling.max_new_tokens, room)
         # A prefix that outgrew the drawn length (made elsewhere) ends with the next token.
         total = max(total, len(request.prefix) + 1)
-        cache = self._spec.kv_cache_tokens
+        cache = self._section.kv_cache_tokens
         if cache is not None and len(request.prompt) + total > cache:
             reason = (
                 f"it grows to {len(request.prompt) + total} tokens, but the key-value cache holds "
@@ -244,9 +244,9 @@ class EmulatedEngine(Engine):
         if self._finished or self._progress:
             return 0.0
         event = self._next_event()
-        if self._spec.time_scale == 0:
+        if self._section.time_scale == 0:
             return 0.0 if event < math.inf else WAIT_SECONDS
-        return min(max(0.0, (event - self._now()) * self._spec.time_scale), WAIT_SECONDS)
+        return min(max(0.0, (event - self._now()) * self._section.time_scale), WAIT_SECONDS)
 
     def step(self) -> list[Delta]:
         """Report what has been generated; with `waits`, at least once something has."""
@@ -290,7 +290,7 @@ class EmulatedEngine(Engine):
         return min(self._device.next_event(), min(held, default=math.inf))
 
     def _reports(self) -> list[Delta]:
-        if self._spec.time_scale == 0 and (event := self._next_event()) < math.inf:
+        if self._section.time_scale == 0 and (event := self._next_event()) < math.inf:
             self._virtual = max(self._virtual, event)
         now = self._now()
         ready = [s for s in self._held.values() if self._ready_at[s.version] <= now]
@@ -307,7 +307,7 @@ class EmulatedEngine(Engine):
         if not progress.finished:
             return self._delta(sequence, progress.position)
         del self._sequences[progress.name]
-        if self._spec.time_scale > 0:
+        if self._section.time_scale > 0:
             self._note_lateness(now - progress.time, progress.time - sequence.added)
         return self._delta(
             sequence, progress.position, "stop" if sequence.ends_with_stop else "length"
@@ -349,12 +349,12 @@ class EmulatedEngine(Engine):
 
     def _now(self) -> float:
         """Emulated seconds; without a scale they pass from event to event."""
-        if self._spec.time_scale == 0:
+        if self._section.time_scale == 0:
             return self._virtual
-        return (self._clock() - self._origin) / self._spec.time_scale
+        return (self._clock() - self._origin) / self._section.time_scale
 
     def _spend(self, seconds: float) -> None:
-        if self._spec.time_scale == 0:
+        if self._section.time_scale == 0:
             self._virtual += seconds
         elif seconds > 0:
-            self._sleep(seconds * self._spec.time_scale)
+            self._sleep(seconds * self._section.time_scale)

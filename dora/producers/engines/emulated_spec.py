@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dora.config import Config
+from dora.config_emulation import EmulatedSection
 from dora.core.device import DeviceSpec
-from dora.core.lengths import LengthKind, Lengths
+from dora.core.lengths import Lengths
 from dora.errors import PolicyError
 
 log = logging.getLogger(__name__)
@@ -18,45 +19,34 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EmulatedSpec:
-    """Times in seconds of the emulated device; lengths in tokens.
+    """One emulated device: the configured times and lengths, its own speed, and the lengths that
+    `empirical` draws from."""
 
-    The fields of an iteration are those of `DeviceSpec`, `length*` those of `Lengths`; lengths are
-    cut to [1, max_new_tokens]. `time_scale` turns emulated into real seconds; 0 does not wait.
-    """
-
-    iteration_seconds: float = 0.024
-    iteration_seconds_per_sequence: float = 0.0001
-    iteration_seconds_per_context_token: float = 0.0
-    prefill_seconds_per_token: float = 0.00001
-    load_seconds: float = 0.5
-    kv_cache_tokens: int | None = None
+    section: EmulatedSection
     speed: float = 1.0
-    length: LengthKind = "lognormal"
-    length_mean: float = 64.0
-    length_sigma: float = 1.0
-    length_prompt_share: float = 0.0
     length_values: tuple[int, ...] = ()
-    time_scale: float = 1.0
 
     def device(self) -> DeviceSpec:
         """The device of these times."""
+        section = self.section
         return DeviceSpec(
-            self.iteration_seconds,
-            self.iteration_seconds_per_sequence,
-            self.iteration_seconds_per_context_token,
-            self.prefill_seconds_per_token,
-            self.load_seconds,
-            self.kv_cache_tokens,
+            section.iteration_seconds,
+            section.iteration_seconds_per_sequence,
+            section.iteration_seconds_per_context_token,
+            section.prefill_seconds_per_token,
+            section.load_seconds,
+            section.kv_cache_tokens,
             self.speed,
         )
 
     def lengths(self) -> Lengths:
         """The distribution of these lengths."""
+        section = self.section
         return Lengths(
-            self.length,
-            self.length_mean,
-            self.length_sigma,
-            self.length_prompt_share,
+            section.length,
+            section.length_mean,
+            section.length_sigma,
+            section.length_prompt_share,
             self.length_values,
         )
 
@@ -76,21 +66,7 @@ def emulated_spec(config: Config, worker: str) -> EmulatedSpec:
                 "%d of %d lengths in %s are cut at rollout.max_new_tokens = %d",
                 cut, len(values), section.length_file, config.rollout.max_new_tokens,
             )  # fmt: skip
-    return EmulatedSpec(
-        iteration_seconds=section.iteration_seconds,
-        iteration_seconds_per_sequence=section.iteration_seconds_per_sequence,
-        iteration_seconds_per_context_token=section.iteration_seconds_per_context_token,
-        prefill_seconds_per_token=section.prefill_seconds_per_token,
-        load_seconds=section.load_seconds,
-        kv_cache_tokens=section.kv_cache_tokens,
-        speed=speed,
-        length=section.length,
-        length_mean=section.length_mean,
-        length_sigma=section.length_sigma,
-        length_prompt_share=section.length_prompt_share,
-        length_values=values,
-        time_scale=section.time_scale,
-    )
+    return EmulatedSpec(section, speed, values)
 
 
 def read_lengths(path: Path) -> tuple[int, ...]:

@@ -68,9 +68,9 @@ class Pool:
     def __len__(self) -> int:
         return len(self._views)
 
-    def views(self) -> Iterator[WorkerView]:
-        """All workers."""
-        return iter(self._views.values())
+    def views(self) -> list[WorkerView]:
+        """All workers that can generate, or are on their way to."""
+        return list(self._views.values())
 
     def view(self, name: str) -> WorkerView:
         """The worker of that name; KeyError if it cannot generate."""

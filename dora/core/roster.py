@@ -345,10 +345,6 @@ class Roster:
         """When the worker last got a version or another's trajectory; KeyError if never heard."""
         return self._members[name].settled_at
 
-    def views(self) -> list[WorkerView]:
-        """Workers that answer and can generate, or are on their way to."""
-        return list(self.pool.views())
-
     def _changed(self, member: Member) -> None:
         """Brings the pool up to date."""
         status = member.status
@@ -359,7 +355,6 @@ class Roster:
             and status.state not in GONE
             and status.capacity > 0
         ):
-            adapters = status.metrics.get("adapters")
             self.pool.put(
                 WorkerView(
                     name,
@@ -371,7 +366,7 @@ class Roster:
                     member.leaving,
                     member.pressed or bool(member.moving),
                     self._speeds.of(name),
-                    None if adapters is None else int(adapters),
+                    _places(status),
                 )
             )
         else:
@@ -397,3 +392,9 @@ class Roster:
         self._lost += lost
         self.pool.drop(member.status.process)
         self.pressed.pop(member.status.process, None)
+
+
+def _places(status: Status) -> int | None:
+    """How many versions a worker has room for, where it says so; nonsense says nothing."""
+    places = status.metrics.get("adapters", 0.0)
+    return int(places) if 1 <= places < float("inf") else None

@@ -151,6 +151,7 @@ def test_the_oldest_idle_version_makes_room_and_a_busy_one_never_does(
     engine.add(request("a", 0))
     engine.load(adapters[3], 3)
     assert engine.versions == {0, 2, 3}
+    assert engine.metrics == {"adapters": 3.0}
     engine.add(request("b", 2))
     engine.add(request("c", 3))
     with pytest.raises(DoraError, match="no place for the adapter of version 4"):

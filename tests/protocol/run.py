@@ -206,7 +206,7 @@ class ModelRun:
             f"{trainer.planner.decide().blocked if trainer else 'a start'}; "
             + (
                 f"outstanding {dict(core.state.outstanding)}, unplaced {sorted(core.unplaced)}, "
-                f"being read {sorted(core.scans)}, workers {core.roster.views()}"
+                f"being read {sorted(core.scans)}, workers {core.roster.pool.views()}"
                 if core
                 else "no coordinator"
             )

@@ -171,9 +171,9 @@ def test_a_version_that_a_worker_did_not_load_because_it_left_is_not_waited_for(
     switches = played.core.decide(0.0).plan.switches
     assert switches == (Switch("w0", 0, switches[0].reason),)
     played.hear(replace(WORKER, version=-1, state="loading", loading=0))
-    assert played.core.roster.views()[0].switching_to == 0
+    assert played.core.roster.pool.views()[0].switching_to == 0
     played.hear(replace(WORKER, version=-1))
-    assert played.core.roster.views()[0].switching_to is None
+    assert played.core.roster.pool.views()[0].switching_to is None
 
 
 def ledger(versions: int) -> tuple[list[Record], list[Record]]:

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from dora.core.roster import Roster, holding
 from dora.schemas.records import Command, Status
 
@@ -28,14 +30,14 @@ def test_a_silent_worker_loses_what_it_holds_once() -> None:
     assert roster.lost(10.1) == ["g1/0"]
     assert roster.lost(20.0) == []
     assert roster.next_attempt("g1/0") == 1
-    assert roster.views() == []
+    assert roster.pool.views() == []
 
 
 def test_a_worker_that_speaks_again_is_used_again() -> None:
     roster = make()
     roster.lost(11.0)
     roster.hear(READY, 12.0)
-    assert [view.name for view in roster.views()] == ["w0"]
+    assert [view.name for view in roster.pool.views()] == ["w0"]
 
 
 def test_a_worker_that_loads_weights_may_be_silent_for_longer() -> None:
@@ -64,7 +66,7 @@ def test_a_failed_or_stopped_worker_loses_what_it_holds_at_once() -> None:
         roster = make()
         roster.hear(replace(READY, state=state), 1.0)  # type: ignore[arg-type]
         assert roster.lost(1.0) == ["g1/0"]
-        assert roster.views() == []
+        assert roster.pool.views() == []
 
 
 def test_a_living_worker_that_does_not_know_of_a_trajectory_loses_it_after_the_timeout() -> None:
@@ -84,9 +86,9 @@ def test_a_trajectory_that_the_worker_names_stays_with_it() -> None:
 
 def test_a_finished_trajectory_frees_its_place() -> None:
     roster = make()
-    assert [view.load for view in roster.views()] == [1]
+    assert [view.load for view in roster.pool.views()] == [1]
     roster.finished("g1/0")
-    assert [view.load for view in roster.views()] == [0]
+    assert [view.load for view in roster.pool.views()] == [0]
     assert roster.lost(99.0) == []
 
 
@@ -100,19 +102,19 @@ def test_a_command_to_a_dead_incarnation_leaves_the_trajectory_without_holder() 
 def test_a_switch_is_over_when_the_worker_hosts_the_version() -> None:
     roster = make()
     roster.sent(Command("r", "w0", "one", "switch", 0, policy_version=4), 0.0)
-    assert [view.switching_to for view in roster.views()] == [4]
+    assert [view.switching_to for view in roster.pool.views()] == [4]
     roster.hear(READY, 1.0)
-    assert [view.switching_to for view in roster.views()] == [4]
+    assert [view.switching_to for view in roster.pool.views()] == [4]
     roster.hear(replace(READY, version=4), 2.0)
-    assert [view.switching_to for view in roster.views()] == [None]
+    assert [view.switching_to for view in roster.pool.views()] == [None]
 
 
 def test_a_worker_known_only_from_the_past_gets_no_work_before_it_speaks() -> None:
     roster = Roster(heartbeat_timeout=10.0, load_timeout=100.0)
     roster.hear(READY, 0.0, live=False)
-    assert roster.views() == []
+    assert roster.pool.views() == []
     roster.hear(READY, 1.0)
-    assert len(roster.views()) == 1
+    assert len(roster.pool.views()) == 1
 
 
 def test_the_clock_of_a_record_does_not_matter() -> None:
@@ -131,7 +133,7 @@ def test_while_catching_up_a_command_that_was_carried_out_leaves_only_what_the_s
     roster.sent(START, 0.0, offset=6)
     roster.sent(replace(START, trajectory_id="g2/0"), 0.0, offset=7)
     roster.sent(replace(START, trajectory_id="g3/0"), 0.0, offset=8)
-    assert [view.switching_to for view in roster.views()] == [None]
+    assert [view.switching_to for view in roster.pool.views()] == [None]
     assert roster.held("g1/0") is not None
     assert roster.held("g2/0") is None
     assert roster.held("g3/0") is not None
@@ -142,14 +144,14 @@ def test_a_worker_whose_requests_are_all_to_move_leaves_its_version_and_is_there
 ):
     roster = make()
     roster.sent(replace(START, kind="move"), 1.0)
-    assert [(view.leaving, view.load) for view in roster.views()] == [(True, 1)]
+    assert [(view.leaving, view.load) for view in roster.pool.views()] == [(True, 1)]
     assert not roster.handed_over("g1/0", 1), "another attempt"
     assert roster.handed_over("g1/0", 0)
     assert not roster.handed_over("g1/0", 0), "it is taken once"
-    assert [(view.leaving, view.load) for view in roster.views()] == [(True, 0)]
+    assert [(view.leaving, view.load) for view in roster.pool.views()] == [(True, 0)]
     roster.sent(Command("r", "w0", "one", "switch", 0, policy_version=4), 2.0)
     roster.hear(replace(READY, version=4), 3.0)
-    assert [(view.leaving, view.version) for view in roster.views()] == [(False, 4)]
+    assert [(view.leaving, view.version) for view in roster.pool.views()] == [(False, 4)]
 
 
 def test_while_catching_up_a_move_that_was_carried_out_leaves_no_holder() -> None:
@@ -159,3 +161,11 @@ def test_while_catching_up_a_move_that_was_carried_out_leaves_no_holder() -> Non
     roster.sent(replace(START, kind="move"), 0.0, offset=6)
     assert roster.held("g1/0") is None
     assert (roster.next_attempt("g1/0"), roster.moved("g1/0", 0)) == (1, 1)
+
+
+@pytest.mark.parametrize("said", [None, float("nan"), float("inf"), -1.0, 0.0, 3.0])
+def test_only_a_sensible_number_of_places_for_adapters_counts(said: float | None) -> None:
+    roster = make()
+    metrics = {} if said is None else {"adapters": said}
+    roster.hear(replace(READY, metrics=metrics), 1.0)
+    assert [view.adapters for view in roster.pool.views()] == [3 if said == 3.0 else None]

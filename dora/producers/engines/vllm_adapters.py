@@ -71,6 +71,11 @@ class VllmAdapterEngine(VllmCore):
         """Versions that requests can be added for."""
         return frozenset(self._adapters)
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Places for adapters, so that no more versions are ordered than there is room for."""
+        return {"adapters": float(self._places)}
+
     def load(self, directory: Path, version: int) -> None:
         """Add the adapter of a version, or replace it; see `Engine.load`.
 

@@ -10,7 +10,6 @@ import shutil
 import statistics
 import subprocess
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,14 +174,14 @@ class RealBench:
         """Run one mode to its end, measure and audit it, and remove what it left."""
         from dora.bus.settings import cluster_settings
         from dora.bus.topics import TopicAdmin
-        from dora.cli.bench_run import find_cluster, run_steps
+        from dora.cli.bench_run import find_cluster, run_name, run_steps
         from dora.consumers.audit import audit_run
         from dora.consumers.monitor import RunMonitor
         from dora.consumers.schedule_log import read_schedule_log
         from dora.consumers.schedule_measures import Emulation, measure
         from dora.consumers.summary import summarize
 
-        name = f"bench-{mode.name.replace(':', '-').replace('+', '-')}-{uuid.uuid4().hex[:8]}"
+        name = run_name(mode.name)
         config, source = self.load(mode, name, seed)
 
         def say(text: str) -> None:

@@ -4,7 +4,9 @@ Invariant: when `run_steps` returns or raises, no process of the run is left. A 
 ends the run with an error instead of being started again: a repaired run measures the repair.
 """
 
+import re
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -81,6 +83,11 @@ def run_steps(
             return _follow(config, supervisor, reader, warmup, warmup + steps, say, ends_by_itself)
         finally:
             supervisor.stop(_STOP_SECONDS)
+
+
+def run_name(schedule: str) -> str:
+    """A name of its own for a run of this schedule."""
+    return f"bench-{re.sub('[^a-z0-9]+', '-', schedule)}-{uuid.uuid4().hex[:8]}"
 
 
 def _follow(

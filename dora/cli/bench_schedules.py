@@ -3,7 +3,6 @@
 import json
 import shutil
 import time
-import uuid
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -168,13 +167,14 @@ class ScheduleBench:
         """Run one schedule, measure and audit it, and remove what it left."""
         from dora.bus.settings import cluster_settings
         from dora.bus.topics import TopicAdmin
-        from dora.cli.bench_run import find_cluster, run_steps
+        from dora.cli.bench_run import find_cluster, run_name, run_steps
         from dora.consumers.audit import audit_run
         from dora.consumers.schedule_log import read_schedule_log
         from dora.consumers.schedule_measures import measure
 
         schedule = plan.variant.name
-        name = f"bench-{schedule.replace(':', '-')}-{uuid.uuid4().hex[:8]}"
+        partial = plan.variant.kind == "partial"
+        name = run_name(schedule)
         runs = self.directory / "runs"
         source = run_source(self.workload, plan, name, runs, self.broker_directory)
         source = replace(source, sets=(*source.sets, f"run.seed={repeat}"))
@@ -194,7 +194,7 @@ class ScheduleBench:
         measures = measure(log, plan.warmup, self.steps, plan.emulation)
         audit = audit_run(settings, name, chunks=self.chunks, deadline=_READ_SECONDS)
         broken = dict(audit.violations)
-        mixed = broken.pop("mixed_version") if plan.variant.kind == "partial" else 0
+        mixed = broken.pop("mixed_version") if partial else 0
         scale = self.workload.time_scale
         ideal = self.workload.work.ideal_seconds(measures.tokens)
         result = RunResult(
@@ -202,9 +202,11 @@ class ScheduleBench:
             sum(broken.values()), mixed,
         )  # fmt: skip
         self.results.append(result)
-        self.timelines[schedule] = timeline(log, schedule, plan.warmup, self.steps, scale)
+        self.timelines[schedule] = timeline(
+            log, schedule, plan.warmup, self.steps, scale, interrupts=partial
+        )
         for finding in audit.findings:
-            if plan.variant.kind != "partial" or finding.kind != "mixed_version":
+            if not partial or finding.kind != "mixed_version":
                 say(f"audit: {finding.sentence}")
         if not self.keep:
             with TopicAdmin(settings) as admin:

@@ -142,9 +142,16 @@ class Timeline:
 
 
 def timeline(
-    log: ScheduleLog, schedule: str, warmup: int, steps: int, time_scale: float
+    log: ScheduleLog,
+    schedule: str,
+    warmup: int,
+    steps: int,
+    time_scale: float,
+    *,
+    interrupts: bool = False,
 ) -> Timeline:
-    """What the devices did while the measured steps went on."""
+    """What the devices did while the measured steps went on; `interrupts`: generation pauses while
+    a step is trained and goes on with the new version (partial rollouts)."""
     begin, end = measured_span(log, warmup, steps)
 
     def seconds(at: float) -> float:
@@ -155,12 +162,11 @@ def timeline(
         for step in log.steps[: warmup + steps]
         for clip in clipped([training_interval(step.created_ms, step.metrics)], begin, end)
     ]
-    pauses = [(start, stop) for _, start, stop in training] if schedule == "partial" else []
+    pauses = [(start, stop) for _, start, stop in training] if interrupts else []
     places: dict[tuple[str, int], list[Interval]] = {}
     for each in log.occupancies(round(end)):
-        for version, start, stop in _pieces(
-            log, schedule, each.version, each.start_ms, each.end_ms
-        ):
+        whole = (each.version, each.start_ms, each.end_ms)
+        for version, start, stop in _pieces(log, *whole) if interrupts else [whole]:
             places.setdefault((each.worker, version), []).append((start, stop))
     spans = [
         Span(device, version, seconds(start), seconds(stop))
@@ -178,12 +184,9 @@ def timeline(
 
 
 def _pieces(
-    log: ScheduleLog, schedule: str, version: int, start: float, end: float
+    log: ScheduleLog, version: int, start: float, end: float
 ) -> Iterable[tuple[int, float, float]]:
-    """An attempt by the version that generates: under `partial` the newest one announced."""
-    if schedule != "partial":
-        yield version, start, end
-        return
+    """An attempt that is interrupted, by the version that generates: the newest one announced."""
     changes = sorted((at, v) for v, at in log.announced_ms.items() if v >= version)
     edges = [start, *(float(at) for at, _ in changes if start < at < end), end]
     for left, right in itertools.pairwise(edges):

@@ -81,7 +81,7 @@ class Preset:
 
     `length_*` have the meaning of `rollout.emulated.length_*`; longer responses are cut at
     `max_new_tokens`. `training_seconds` is a step on all devices. `speeds` are relative speeds of
-    the devices, repeated in turn; () is 1 for all. `splits` are the best found rollout shares of
+    the devices, repeated in turn; () is 1 for all. `splits` are rollout shares that did well, of
     the schedules that split the devices, by the variant's name.
     """
 
@@ -169,7 +169,7 @@ class Preset:
         return min(range(1, self.devices), key=step)
 
     def rollout_devices(self, variant: ScheduleVariant) -> int:
-        """Devices for rollout: all where they take turns, else the best found split."""
+        """Devices for rollout: all where they take turns, else the split that is known to do well."""
         if variant.colocated:
             return self.devices
         return dict(self.splits).get(variant.whole_name) or self.balanced_rollout()

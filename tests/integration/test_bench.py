@@ -73,12 +73,12 @@ def test_schedules_are_compared_over_kafka_and_leave_nothing_behind(
         before = admin.list_runs()
     result = dora(
         "bench", "schedules", str(tiny), "-b", settings.bootstrap_servers,
-        "--schedules", "sync,dora:1", "--split", "2", "--steps", "2", "--warmup", "1",
+        "--schedules", "sync,dora:1+streamed", "--split", "2", "--steps", "2", "--warmup", "1",
         "--repeats", "1", "--json", str(figures), "--plot", str(plot), "--directory", str(runs),
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     report = json.loads(figures.read_text())
-    assert list(report["schedules"]) == ["sync", "dora:1"]
+    assert list(report["schedules"]) == ["sync", "dora:1+streamed"]
     for name, summary in report["schedules"].items():
         assert set(COLUMNS) <= set(summary)
         assert summary["violations"] == summary["mixed_version"] == 0
@@ -87,7 +87,7 @@ def test_schedules_are_compared_over_kafka_and_leave_nothing_behind(
         assert 0 <= summary["trainer_idle_share"] <= 1
         assert 0 <= summary["rollout_only_share"] <= 1
         assert name in result.stdout
-    sync, stale = report["schedules"]["sync"], report["schedules"]["dora:1"]
+    sync, stale = report["schedules"]["sync"], report["schedules"]["dora:1+streamed"]
     assert sync["ratio_to_sync"] == 1
     assert sync["staleness_max"] == 0 and stale["staleness_max"] <= 1
     # colocated training takes 2 s and the split one 4 s: no step can be shorter

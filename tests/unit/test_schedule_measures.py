@@ -180,7 +180,7 @@ def test_the_timeline_is_in_emulated_seconds_of_the_measured_steps(log: Schedule
 
 
 def test_partial_trajectories_are_shown_under_the_version_that_generates(log: ScheduleLog) -> None:
-    line = timeline(log, "partial", 0, 2, time_scale=1.0)
+    line = timeline(log, "partial:3", 0, 2, time_scale=1.0, interrupts=True)
     on_w0 = {
         (s.version, round(s.begin, 3), round(s.end, 3)) for s in line.spans if s.device == "w0"
     }

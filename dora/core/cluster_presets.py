@@ -169,7 +169,7 @@ class Preset:
         return min(range(1, self.devices), key=step)
 
     def rollout_devices(self, variant: ScheduleVariant) -> int:
-        """Devices for rollout: all where they take turns, else the split that is known to do well."""
+        """Devices for rollout: all where they take turns, else a split that did well."""
         if variant.colocated:
             return self.devices
         return dict(self.splits).get(variant.whole_name) or self.balanced_rollout()

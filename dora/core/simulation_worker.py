@@ -109,6 +109,7 @@ class SimulatedWorker:
         """The worker goes: it hands back what it has and says goodbye, or crashes."""
         if not self.alive:
             return
+        self._progress(self._events.now)
         for identity in list(self._attempts):
             self._hand_back(identity, lost=0 if orderly else CHUNK_TOKENS)
         self.alive = False
@@ -184,6 +185,8 @@ class SimulatedWorker:
 
     def _hand_back(self, identity: str, *, lost: int = 0) -> None:
         attempt = self._attempts.pop(identity)
+        if not self._device.holds(identity):
+            return  # interrupted by a load: what it has is kept already
         position = self._device.abort(identity, self._events.now)
         self._keep(identity, attempt.command.attempt, position // lost * lost if lost else position)
         self._tokens += position

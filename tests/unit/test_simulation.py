@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dora.core.coordination import Rules
@@ -219,6 +219,21 @@ def test_a_scenario_that_makes_no_sense_is_refused(changes: dict[str, float], me
         st.tuples(st.floats(1, 200), st.integers(0, 3), st.sampled_from(["crash", "leave"])),
         max_size=3,
     ),
+)
+@example(  # the worker leaves while it loads, with interrupted trajectories in hand
+    bound=0,
+    kind="partial",
+    workers=1,
+    slots=2,
+    groups=5,
+    size=1,
+    lengths=[1, 16, 1, 20, 2],
+    training=0.0,
+    streamed=False,
+    control=0.3,
+    tick=0.5,
+    cache=150,
+    events=[(38.0, 0, "leave")],
 )
 def test_no_workload_and_no_loss_of_workers_breaks_a_rule(
     bound: int,

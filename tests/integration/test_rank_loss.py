@@ -19,6 +19,7 @@ TIMEOUT = 3.0
 
 OTHER = """
 import os, sys, time
+import torch  # seconds of work, which are not to count against the timeout
 from dora.config import Config
 from dora.consumers import ranks
 from dora.errors import DoraError, PolicyError

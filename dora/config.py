@@ -339,6 +339,12 @@ class Config(Section):
                 f"rollout.emulated.kv_cache_tokens ({cache}) cannot hold one sequence of "
                 f"{self.max_model_len} tokens"
             )
+        prompts = self.window.group_size * self.task.max_prompt_tokens
+        if emulated and cache is not None and prompts > cache:
+            raise ValueError(
+                f"rollout.emulated.kv_cache_tokens ({cache}) cannot hold the prompts of one group "
+                f"(window.group_size x task.max_prompt_tokens = {prompts})"
+            )
         if self.trainer.streamed:
             check_streaming(self.trainer, self.policy.dtype, self.schedule.colocated)
 

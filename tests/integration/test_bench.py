@@ -121,6 +121,13 @@ def test_schedules_are_compared_over_kafka_and_leave_nothing_behind(
             ("--preset", "agentic-tail", "--set", "rollout.emulated.kv_cache_tokens=9000"),
             ("(9000) cannot hold one sequence", "66048"),
         ),
+        (
+            (
+                *("--preset", "agentic-tail", "--set", "window.group_size=64"),
+                *("--set", "rollout.emulated.kv_cache_tokens=100000"),
+            ),
+            ("(100000) cannot hold the prompts of one group", "131072"),
+        ),
     ],
 )
 def test_a_bench_that_makes_no_sense_is_refused(

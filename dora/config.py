@@ -5,6 +5,7 @@ read, before any process starts, with the name of the key. The docstring under e
 documentation (`docs/configuration.md` is generated from them).
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -387,3 +388,14 @@ class Config(Section):
             for key in ("synthetic_prompts", "synthetic_prompt_tokens"):
                 identity["task"][key] = data["task"][key]
         return identity
+
+    def recorded(self) -> dict[str, Any]:
+        """The whole configuration as the ledger keeps it, so that a run can be replayed without its
+        file. How Kafka is reached (addresses, properties) and credentials in a URL are left out."""
+        data = self.model_dump(mode="json")
+        for key in ("bootstrap_servers", "properties"):
+            data["kafka"].pop(key)
+        store = self.weights.store
+        if store is not None and "@" in store:
+            data["weights"]["store"] = re.sub(r"(?<=://)[^/]*@", "", store)
+        return data

@@ -152,6 +152,7 @@ def first_entry(config: Config, cluster_id: str, topic_ids: dict[str, str]) -> R
         cluster_id=cluster_id,
         topic_ids=topic_ids,
         created_ms=time.time_ns() // 1_000_000,
+        config=json.dumps(config.recorded()),
     )
 
 

@@ -1,0 +1,268 @@
+"""A run's log as people and reports read it: ledger, admissions, trajectories and chunks by place.
+
+Invariant: nothing is written, and nothing that cannot be read stops a reader of the rest: foreign
+and damaged records are counted in `unreadable`, and what retention deleted is named in `missing`.
+Trajectories are those that count: the first finished record of each id in its partition, if the
+journal admitted its group.
+"""
+
+import difflib
+import time
+from collections.abc import Collection, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from dora.bus.offsets import Partition
+from dora.bus.reader import BEGINNING, LogReader, Message, Unreadable
+from dora.bus.settings import ClusterSettings
+from dora.bus.topics import RunTopics, TopicAdmin
+from dora.core.ring import JOURNAL, parse_trajectory_id, partition, slot_partitions
+from dora.errors import DeadlineError, RunError
+from dora.schemas.records import Admission, Chunk, Command, Policy, RunStarted, Step, Trajectory
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Placed(Generic[R]):
+    """A record and where it lies."""
+
+    partition: int
+    offset: int
+    record: R
+
+
+class RunLog:
+    """The log of `run`, of which ledger, policies and journal are read at once.
+
+    Everything together may take `deadline` seconds (DeadlineError). TopicError if there is no such
+    run, RunError if it has not begun, BusError if the cluster fails.
+    """
+
+    def __init__(self, settings: ClusterSettings, run: str, *, deadline: float = 300.0) -> None:
+        self.run = run
+        self.topics = RunTopics(run)
+        self.unreadable: list[str] = []
+        """Where records lie that cannot be read or are of another kind than their topic's."""
+        self.missing: list[str] = []
+        """What retention deleted, a sentence each."""
+        self._settings = settings
+        self._seconds = deadline
+        self._until = time.monotonic() + deadline
+        with TopicAdmin(settings) as admin:
+            self._partitions = {info.name: info.partitions for info in admin.describe(run)}
+            if self.topics.steps not in self._partitions:
+                raise admin.unknown_run(run)
+        self.started: RunStarted
+        """The ledger's first record."""
+        self.ledger: list[Step] = []
+        """Every entry in order, those that only set groups aside included."""
+        self.policies: dict[int, Policy] = {}
+        """Every version that is still announced."""
+        self.admissions: dict[str, Admission] = {}
+        """Every admitted group by id, in the order of admission."""
+        self._read_ledger()
+        self._read_journal()
+
+    @property
+    def steps(self) -> list[Step]:
+        """The committed training steps in order: the one at index n turned version n into n + 1."""
+        return [entry for entry in self.ledger if entry.kind == "step"]
+
+    def step(self, number: int) -> Step:
+        """The step that made version `number`, from 1 on; RunError says which there are."""
+        steps = self.steps
+        if not steps:
+            raise RunError(f"run {self.run} has not committed a step")
+        for step in steps:
+            if step.version_out == number:
+                return step
+        first, last = steps[0].version_out, steps[-1].version_out
+        raise RunError(f"run {self.run} has no step {number}: it has steps {first} to {last}")
+
+    def trained_at(self) -> dict[str, int]:
+        """By group id, the version that its step made (groups set aside are not in it)."""
+        return {ref.group_id: step.version_out for step in self.steps for ref in step.trained}
+
+    def set_aside(self) -> dict[str, str]:
+        """By group id, the reason for which it was set aside."""
+        return {ref.group_id: ref.reason or "" for entry in self.ledger for ref in entry.set_aside}
+
+    def trajectories(self, versions: Collection[int] | None = None) -> Iterator[Placed[Trajectory]]:
+        """The counted trajectories (of evaluations, too), those of `versions` only if given.
+
+        Within a partition in log order, a version's after those of the version before it in its
+        slot. May be called again; each call reads the log anew.
+        """
+        seen: set[str] = set()
+        for message in self._versioned(self.topics.trajectories, versions):
+            value = message.value
+            if not isinstance(value, Trajectory):
+                self._note(message)
+            elif versions is not None and value.policy_version not in versions:
+                continue
+            elif value.group_id in self.admissions and value.trajectory_id not in seen:
+                seen.add(value.trajectory_id)
+                yield Placed(message.partition, message.offset, value)
+
+    def chunks(self, identities: Collection[str]) -> Iterator[Placed[Chunk]]:
+        """The chunks of these trajectories, of all their attempts, in log order.
+
+        RunError, naming the nearest ones, for an id that the run does not have.
+        """
+        versions = {self.version_of(identity) for identity in identities}
+        wanted = frozenset(identities)
+        for message in self._versioned(
+            self.topics.chunks, versions, wanted, self._lanes_of(identities)
+        ):
+            if isinstance(message.value, Chunk) and message.value.trajectory_id in wanted:
+                yield Placed(message.partition, message.offset, message.value)
+
+    def commands(self, identities: Collection[str]) -> Iterator[Placed[Command]]:
+        """The commands about these trajectories, in the order of each worker's partition."""
+        numbers = range(JOURNAL + 1, self._partitions.get(self.topics.dispatch, 0))
+        places = {(self.topics.dispatch, number): BEGINNING for number in numbers}
+        for message in self._messages(places):
+            value = message.value
+            if isinstance(value, Command) and value.trajectory_id in identities:
+                yield Placed(message.partition, message.offset, value)
+
+    def version_of(self, identity: str) -> int:
+        """The policy version of a trajectory's group.
+
+        RunError, naming the nearest ids, if the run has no such trajectory.
+        """
+        try:
+            group, sample = parse_trajectory_id(identity)
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        admission = self.admissions.get(group)
+        if admission is None or sample >= admission.group_size:
+            raise RunError(
+                f"run {self.run} has no trajectory {identity}",
+                hint=f"The nearest ones: {', '.join(self._nearest(group, sample))}.",
+            )
+        return admission.policy_version
+
+    def _nearest(self, group: str, sample: int) -> list[str]:
+        admission = self.admissions.get(group)
+        if admission is not None:
+            return [f"{group}/{index}" for index in range(admission.group_size)][-5:]
+
+        def distance(other: str) -> int:
+            digits, own = other.lstrip("ge"), group.lstrip("ge")
+            return abs(int(digits) - int(own)) if digits.isdecimal() and own.isdecimal() else 10**9
+
+        if group[1:].isdecimal():
+            near = sorted((g for g in self.admissions if g[0] == group[0]), key=distance)[:5]
+        else:
+            near = difflib.get_close_matches(group, self.admissions, n=5, cutoff=0.0)
+        known = [(other, self.admissions[other].group_size) for other in near]
+        return [f"{other}/{min(sample, size - 1)}" for other, size in known]
+
+    def _read_ledger(self) -> None:
+        started: RunStarted | None = None
+        for message in self._messages({(self.topics.steps, 0): BEGINNING}):
+            match message.value:
+                case RunStarted() if started is None:
+                    started = message.value
+                case Step():
+                    self.ledger.append(message.value)
+                case _:
+                    self._note(message)
+        if started is None:
+            raise RunError(
+                f"run {self.run} has not begun: its ledger is empty",
+                hint="The trainer writes the first record of it; is `dora train` running?",
+            )
+        self.started = started
+        for message in self._messages({(self.topics.policies, 0): BEGINNING}):
+            if isinstance(message.value, Policy):
+                self.policies[message.value.version] = message.value
+            else:
+                self._note(message)
+
+    def _read_journal(self) -> None:
+        place = (self.topics.dispatch, JOURNAL)
+        for message in self._messages({place: BEGINNING}):
+            if isinstance(message.value, Admission):
+                self.admissions.setdefault(message.value.group_id, message.value)
+            else:
+                self._note(message)
+
+    def _lanes_of(self, identities: Collection[str]) -> set[int]:
+        ring, lanes = self.started.ring, self.started.lanes
+        return {
+            partition(self.version_of(i), parse_trajectory_id(i)[0], ring, lanes)
+            for i in identities
+        }
+
+    def _versioned(
+        self,
+        topic: str,
+        versions: Collection[int] | None,
+        keys: frozenset[str] | None = None,
+        only: Collection[int] | None = None,
+    ) -> Iterator[Message]:
+        """Messages of a version-partitioned topic from where the oldest of `versions` begins."""
+        if topic not in self._partitions:
+            self.missing.append(f"the topic {topic} does not exist any more")
+            return
+        starts = self._starts(topic, versions)
+        if only is not None:
+            starts = {place: at for place, at in starts.items() if place[1] in only}
+        yield from self._messages(starts, keys)
+
+    def _starts(self, topic: str, versions: Collection[int] | None) -> dict[Partition, int]:
+        every = range(self._partitions[topic])
+        if versions is None:
+            return {(topic, number): 0 for number in every}
+        starts: dict[Partition, int] = {}
+        for version in versions:
+            policy = self.policies.get(version)
+            known = (
+                {s.partition: s.offset for s in policy.slots if s.topic == topic} if policy else {}
+            )
+            for number in slot_partitions(version, self.started.ring, self.started.lanes):
+                at = known.get(number, 0)
+                starts[topic, number] = min(at, starts.get((topic, number), at))
+        return starts
+
+    def _messages(
+        self, places: dict[Partition, int], keys: frozenset[str] | None = None
+    ) -> Iterator[Message]:
+        wanted = None if keys is None else keys.__contains__
+        with closing(
+            LogReader(self._settings, client_id=f"{self.run}.log", wanted=wanted)
+        ) as reader:
+            begin = reader.start_offsets(places)
+            for (topic, number), at in places.items():
+                first = begin[topic, number]
+                if at < first and (at != BEGINNING or first):
+                    gone = f"{topic} partition {number} begins at offset {first}: "
+                    text = gone + f"{max(at, 0)} to {first - 1} were deleted by retention"
+                    if at != BEGINNING and text not in self.missing:
+                        self.missing.append(text)
+            reader.assign({place: max(at, begin[place]) for place, at in places.items()})
+            yield from reader.read_to_end(self._left())
+
+    def _note(self, message: Message) -> None:
+        value = message.value
+        what = (
+            f"cannot be read ({value.code}): {value.reason}"
+            if isinstance(value, Unreadable)
+            else f"holds a {type(value).__name__}, which does not belong there"
+        )
+        text = f"{message.topic} partition {message.partition} offset {message.offset} {what}"
+        if text not in self.unreadable:
+            self.unreadable.append(text)
+
+    def _left(self) -> float:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise DeadlineError(
+                f"reading the log of run {self.run} took more than {self._seconds:g} s",
+                hint="Give it more time with --timeout.",
+            )
+        return left

@@ -36,6 +36,7 @@ COMMANDS: dict[str, Entry] = {
     "status": Entry("dora.cli.status:status", "Show window, backlog, workers and rates of a run."),
     "tail": Entry("dora.cli.tail:tail", "Follow the records of a run, decoded."),
     "audit": Entry("dora.cli.audit:audit", "Prove consistency and exactly-once from the log."),
+    "rescore": Entry("dora.cli.rescore:rescore", "Score logged trajectories with a new verifier."),
     "broker": Entry("dora.cli.broker:broker", "Start, stop and inspect the local Kafka broker."),
     "topics": Entry("dora.cli.topics:topics", "Create, describe and delete a run's topics."),
     "coordinator": Entry("dora.cli.coordinator:coordinator", "Run the coordinator of a run."),

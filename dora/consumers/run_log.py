@@ -2,8 +2,8 @@
 
 Invariant: nothing is written, and nothing that cannot be read stops a reader of the rest: foreign
 and damaged records are counted in `unreadable`, and what retention deleted is named in `missing`.
-Trajectories are those that count: the first finished record of each id in its partition, if the
-journal admitted its group.
+Trajectories are those that count: the first finished record of each id in its partition, of the
+version and size with which the journal admitted its group.
 """
 
 import difflib
@@ -47,6 +47,7 @@ class RunLog:
         """Where records lie that cannot be read or are of another kind than their topic's."""
         self.missing: list[str] = []
         """What retention deleted, a sentence each."""
+        self._noted: set[str] = set()
         self._settings = settings
         self._seconds = deadline
         self._until = time.monotonic() + deadline
@@ -102,9 +103,26 @@ class RunLog:
                 self._note(message)
             elif versions is not None and value.policy_version not in versions:
                 continue
-            elif value.group_id in self.admissions and value.trajectory_id not in seen:
+            elif self._counts(message, value) and value.trajectory_id not in seen:
                 seen.add(value.trajectory_id)
                 yield Placed(message.partition, message.offset, value)
+
+    def group(self, group_id: str) -> dict[int, Placed[Trajectory]]:
+        """The counted trajectories of a group by sample index; those that are not finished, or were
+        deleted, are not in it.
+
+        RunError, naming the nearest ones, if the run has no such group.
+        """
+        version = self.admission_of(group_id).policy_version
+        lane = {partition(version, group_id, self.started.ring, self.started.lanes)}
+        found: dict[int, Placed[Trajectory]] = {}
+        for message in self._versioned(self.topics.trajectories, {version}, only=lane):
+            value = message.value
+            if not isinstance(value, Trajectory):
+                self._note(message)
+            elif value.group_id == group_id and self._counts(message, value):
+                found.setdefault(value.sample, Placed(message.partition, message.offset, value))
+        return dict(sorted(found.items()))
 
     def chunks(self, identities: Collection[str]) -> Iterator[Placed[Chunk]]:
         """The chunks of these trajectories, of all their attempts, in log order.
@@ -116,13 +134,24 @@ class RunLog:
         for message in self._versioned(
             self.topics.chunks, versions, wanted, self._lanes_of(identities)
         ):
-            if isinstance(message.value, Chunk) and message.value.trajectory_id in wanted:
+            if not isinstance(message.value, Chunk):
+                self._note(message)
+            elif message.value.trajectory_id in wanted:
                 yield Placed(message.partition, message.offset, message.value)
 
     def commands(self, identities: Collection[str]) -> Iterator[Placed[Command]]:
-        """The commands about these trajectories, in the order of each worker's partition."""
+        """The commands about these trajectories, in the order of each worker's partition.
+
+        RunError, naming the nearest ones, for an id that the run does not have.
+        """
+        if not identities:
+            return
+        oldest = min(self.version_of(identity) for identity in identities)
+        policy = self.policies.get(oldest)
+        slots = () if policy is None else policy.slots
+        known = {s.partition: s.offset for s in slots if s.topic == self.topics.dispatch}
         numbers = range(JOURNAL + 1, self._partitions.get(self.topics.dispatch, 0))
-        places = {(self.topics.dispatch, number): BEGINNING for number in numbers}
+        places = {(self.topics.dispatch, number): known.get(number, 0) for number in numbers}
         for message in self._messages(places):
             value = message.value
             if isinstance(value, Command) and value.trajectory_id in identities:
@@ -136,34 +165,66 @@ class RunLog:
         try:
             group, sample = parse_trajectory_id(identity)
         except ValueError as error:
-            raise RunError(str(error)) from error
+            raise RunError(str(error), hint=self._hint(self._nearest(identity, 0))) from error
         admission = self.admissions.get(group)
         if admission is None or sample >= admission.group_size:
             raise RunError(
                 f"run {self.run} has no trajectory {identity}",
-                hint=f"The nearest ones: {', '.join(self._nearest(group, sample))}.",
+                hint=self._hint(self._nearest(group, sample)),
             )
         return admission.policy_version
+
+    def admission_of(self, group_id: str) -> Admission:
+        """The entry that started a group; RunError, naming the nearest ones, if there is none."""
+        admission = self.admissions.get(group_id)
+        if admission is None:
+            raise RunError(
+                f"run {self.run} has no group {group_id}",
+                hint=self._hint(self._nearest_groups(group_id)),
+            )
+        return admission
+
+    @staticmethod
+    def _hint(nearest: list[str]) -> str:
+        if not nearest:
+            return "No group was started yet, or all of them were deleted by retention."
+        return f"The nearest ones: {', '.join(nearest)}."
 
     def _nearest(self, group: str, sample: int) -> list[str]:
         admission = self.admissions.get(group)
         if admission is not None:
             return [f"{group}/{index}" for index in range(admission.group_size)][-5:]
+        near = [(g, self.admissions[g].group_size) for g in self._nearest_groups(group)]
+        return [f"{other}/{min(sample, size - 1)}" for other, size in near]
 
-        def distance(other: str) -> int:
-            digits, own = other.lstrip("ge"), group.lstrip("ge")
-            return abs(int(digits) - int(own)) if digits.isdecimal() and own.isdecimal() else 10**9
+    def _nearest_groups(self, group: str) -> list[str]:
+        alike = [g for g in self.admissions if g[:1] == group[:1] and g[1:].isdecimal()]
+        if alike and group[1:].isdecimal():
+            wanted = int(group[1:])
+            return sorted(sorted(alike, key=lambda g: abs(int(g[1:]) - wanted))[:5], key=_number)
+        return difflib.get_close_matches(group, self.admissions, n=5, cutoff=0.0)
 
-        if group[1:].isdecimal():
-            near = sorted((g for g in self.admissions if g[0] == group[0]), key=distance)[:5]
-        else:
-            near = difflib.get_close_matches(group, self.admissions, n=5, cutoff=0.0)
-        known = [(other, self.admissions[other].group_size) for other in near]
-        return [f"{other}/{min(sample, size - 1)}" for other, size in known]
+    def _counts(self, message: Message, trajectory: Trajectory) -> bool:
+        """Whether its group was started, and with a sample and a version like that."""
+        admission = self.admissions.get(trajectory.group_id)
+        if admission is None:
+            return False
+        fits = (
+            trajectory.policy_version == admission.policy_version
+            and 0 <= trajectory.sample < admission.group_size
+        )
+        if not fits:
+            self._note(
+                message,
+                f"holds {trajectory.trajectory_id} of version {trajectory.policy_version}, but "
+                f"that group was started with {admission.group_size} samples under version "
+                f"{admission.policy_version}",
+            )
+        return fits
 
     def _read_ledger(self) -> None:
         started: RunStarted | None = None
-        for message in self._messages({(self.topics.steps, 0): BEGINNING}):
+        for message in self._messages({(self.topics.steps, 0): 0}):
             match message.value:
                 case RunStarted() if started is None:
                     started = message.value
@@ -171,6 +232,11 @@ class RunLog:
                     self.ledger.append(message.value)
                 case _:
                     self._note(message)
+        if started is None and self.missing:
+            raise RunError(
+                f"the ledger of run {self.run} has no beginning: {self.missing[0]}",
+                hint="Without it nobody knows what the run was.",
+            )
         if started is None:
             raise RunError(
                 f"run {self.run} has not begun: its ledger is empty",
@@ -185,7 +251,7 @@ class RunLog:
 
     def _read_journal(self) -> None:
         place = (self.topics.dispatch, JOURNAL)
-        for message in self._messages({place: BEGINNING}):
+        for message in self._messages({place: 0}):
             if isinstance(message.value, Admission):
                 self.admissions.setdefault(message.value.group_id, message.value)
             else:
@@ -239,23 +305,23 @@ class RunLog:
             begin = reader.start_offsets(places)
             for (topic, number), at in places.items():
                 first = begin[topic, number]
-                if at < first and (at != BEGINNING or first):
+                if at != BEGINNING and at < first:
                     gone = f"{topic} partition {number} begins at offset {first}: "
-                    text = gone + f"{max(at, 0)} to {first - 1} were deleted by retention"
-                    if at != BEGINNING and text not in self.missing:
+                    text = gone + f"{at} to {first - 1} were deleted by retention"
+                    if text not in self.missing:
                         self.missing.append(text)
             reader.assign({place: max(at, begin[place]) for place, at in places.items()})
             yield from reader.read_to_end(self._left())
 
-    def _note(self, message: Message) -> None:
+    def _note(self, message: Message, what: str | None = None) -> None:
         value = message.value
-        what = (
-            f"cannot be read ({value.code}): {value.reason}"
-            if isinstance(value, Unreadable)
-            else f"holds a {type(value).__name__}, which does not belong there"
-        )
+        if what is None and isinstance(value, Unreadable):
+            what = f"cannot be read ({value.code}): {value.reason}"
+        elif what is None:
+            what = f"holds a {type(value).__name__}, which does not belong there"
         text = f"{message.topic} partition {message.partition} offset {message.offset} {what}"
-        if text not in self.unreadable:
+        if text not in self._noted:
+            self._noted.add(text)
             self.unreadable.append(text)
 
     def _left(self) -> float:
@@ -266,3 +332,8 @@ class RunLog:
                 hint="Give it more time with --timeout.",
             )
         return left
+
+
+def _number(group: str) -> int:
+    """Ordinal of a training group's id."""
+    return int(group[1:])

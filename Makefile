@@ -42,6 +42,11 @@ endif
 	$(BIN)/dora broker fetch
 	touch $@
 
+# A browser and Prometheus for the tests that look through them; says so where it cannot.
+.venv/tools: ops/test-tools.sh | .venv/ready
+	sh ops/test-tools.sh
+	touch $@
+
 demo: setup
 	$(BIN)/dora run $(CONFIG)
 
@@ -51,7 +56,7 @@ chaos: setup
 
 # Sessions of their own: vLLM and DeepSpeed each want the process group of their process for
 # themselves, and a chaos run wants the machine.
-test: setup
+test: setup .venv/tools
 	$(BIN)/python -m pytest tests/unit tests/integration -m "not vllm"
 	$(BIN)/python -m pytest tests/integration -m vllm
 	$(BIN)/python -m pytest tests/chaos --timeout=600
@@ -70,11 +75,12 @@ format: .venv/ready
 
 docs: .venv/ready
 	$(BIN)/python docs/generate_configuration.py
+	$(BIN)/python docs/generate_metrics.py
 
 # Pins every package without recording where it was downloaded from.
 requirements: | $(filter .uv/bin/uv,$(UV))
 	$(UV) pip compile --quiet --upgrade --python-version 3.11 --override requirements/overrides.txt \
-	  --extra cpu --extra math --extra dev --no-header --no-emit-index-url --no-annotate \
+	  --extra cpu --extra math --extra traces --extra dev --no-header --no-emit-index-url --no-annotate \
 	  pyproject.toml requirements/build.in -o requirements/cpu.txt
 
 clean:

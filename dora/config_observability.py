@@ -19,7 +19,7 @@ class MetricsSection(Section):
     """First port of the processes' Prometheus endpoints (`/metrics`, and `/health` for
     Kubernetes); 0 is none. Where several processes share a machine each takes the next port that
     is free, says which in its log and as `metrics_port` in its status, and names it in a file for
-    Prometheus in the directory `metrics` of the run."""
+    Prometheus (file_sd_configs) in `.prometheus` below run.directory."""
     address: str = "127.0.0.1"
     """Address that the endpoints listen on; `0.0.0.0` for all of the machine's."""
     wandb: bool = False

@@ -15,7 +15,7 @@ BIN    := .venv/bin
 UV     := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: setup demo chaos test test-unit check format docs requirements clean
+.PHONY: setup demo chaos test test-unit check format docs dashboard requirements clean
 
 setup: .venv/ready .venv/jars
 
@@ -76,6 +76,10 @@ format: .venv/ready
 docs: .venv/ready
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python docs/generate_metrics.py
+
+# A picture of the run RUN for the documentation; its Kafka must be up.
+dashboard: .venv/ready
+	$(BIN)/dora status $(RUN) --svg docs/images/dashboard.svg --size 110x32
 
 # Pins every package without recording where it was downloaded from.
 requirements: | $(filter .uv/bin/uv,$(UV))

@@ -1,10 +1,12 @@
 """What another verifier changes, counted."""
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dora.core.rescoring import Rescored, compare, largest_changes, spread_groups
+
+unhurried = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 REWARDS = st.one_of(st.none(), st.sampled_from([0.0, 0.25, 0.5, 1.0, -1.0]))
 
@@ -30,6 +32,7 @@ def runs(draw: st.DrawFn) -> tuple[list[Rescored], dict[str, int]]:
 
 
 @given(runs(), st.sampled_from([0.0, 0.5, 1.0]))
+@unhurried
 def test_every_trajectory_and_group_is_counted_once(
     run: tuple[list[Rescored], dict[str, int]], threshold: float
 ) -> None:
@@ -53,6 +56,7 @@ def test_every_trajectory_and_group_is_counted_once(
 
 
 @given(runs())
+@unhurried
 def test_the_same_verifier_changes_nothing(run: tuple[list[Rescored], dict[str, int]]) -> None:
     scores = [score(s.trajectory, s.old, s.old, s.version) for s in run[0]]
     c = compare(scores, threshold=1.0, group_sizes=run[1])
@@ -63,6 +67,7 @@ def test_the_same_verifier_changes_nothing(run: tuple[list[Rescored], dict[str, 
 
 
 @given(runs())
+@unhurried
 def test_swapping_old_and_new_swaps_the_counts(
     run: tuple[list[Rescored], dict[str, int]],
 ) -> None:
@@ -121,6 +126,7 @@ def test_the_largest_changes_come_first_and_failures_before_them() -> None:
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=30), st.integers(1, 60))
+@unhurried
 def test_a_limit_takes_whole_groups_from_all_over_the_run(sizes: list[int], limit: int) -> None:
     named = {f"g{n}": size for n, size in enumerate(sizes)}
     chosen = spread_groups(named, limit)

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dora.core.detokenization import Decode, Detokenizer
 from dora.core.transcripts import Piece, Transcripts
 from dora.schemas.records import Chunk, Trajectory, VersionRun, pack_logprobs, pack_tokens
 from tests.run_records import SAMPLING, admission, trajectory
+
+unhurried = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
 
@@ -57,6 +59,7 @@ def pieces_of(decode: Decode, tokens: Sequence[int], cuts: Sequence[int]) -> lis
 
 
 @given(TEXTS, st.lists(st.integers(0, 160), max_size=20))
+@unhurried
 def test_pieces_add_up_to_the_text_and_hold_whole_characters(text: str, cuts: list[int]) -> None:
     pieces = pieces_of(of_bytes, list(text.encode()), cuts)
     assert "".join(pieces) == text
@@ -65,6 +68,7 @@ def test_pieces_add_up_to_the_text_and_hold_whole_characters(text: str, cuts: li
 
 
 @given(st.text("aü你🚀 \n", max_size=30), st.lists(st.integers(0, 90), max_size=20))
+@unhurried
 def test_a_byte_level_tokenizer_splits_characters_and_the_pieces_do_not(
     byte_level: Decode, text: str, cuts: list[int]
 ) -> None:
@@ -75,6 +79,7 @@ def test_a_byte_level_tokenizer_splits_characters_and_the_pieces_do_not(
 
 
 @given(st.binary(max_size=24), st.lists(st.integers(0, 24), max_size=10))
+@unhurried
 def test_bytes_that_are_no_text_come_out_as_they_would_at_once(
     data: bytes, cuts: list[int]
 ) -> None:
@@ -167,6 +172,7 @@ def histories(draw: st.DrawFn) -> tuple[list[Chunk], Trajectory]:
 
 
 @given(histories(), st.data())
+@unhurried
 def test_whatever_was_taken_over_the_text_is_that_of_the_finished_attempt(
     history: tuple[list[Chunk], Trajectory], data: st.DataObject
 ) -> None:

@@ -61,6 +61,7 @@ class LagProbe:
         self._ring, self._lanes = config.window.ring, config.kafka.lanes
         self._given: tuple[dict[tuple[str, int], int], range] | None = None
         self._measured: tuple[float, int, dict[int, int]] | None = None
+        self._failing = False
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -105,8 +106,11 @@ class LagProbe:
         try:
             ends = reader.end_offsets(positions)
         except DoraError as error:  # the age of the last measurement grows meanwhile
-            log.warning("the consumer lag could not be measured: %s", error.message)
+            if not self._failing:
+                log.warning("the consumer lag cannot be measured: %s", error.message)
+            self._failing = True
             return
+        self._failing = False
         journal, versions = lag_of(
             positions,
             ends,

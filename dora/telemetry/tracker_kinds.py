@@ -63,7 +63,8 @@ class WeightsAndBiases:
             resume="allow",
             dir=str(directory),
             config=run.settings,
-            settings=wandb.Settings(console="off", silent=True),
+            # command lines may hold secrets
+            settings=wandb.Settings(console="off", silent=True, x_disable_meta=True),
         )
 
     def log(self, number: int, created_ms: int, values: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""What processes export: names, bounded series, figures, endpoints; and the files that use them."""
+"""What processes export: names, bounded series, figures, endpoints."""
 
 import json
 import re
@@ -25,7 +25,6 @@ from dora.telemetry.endpoint import Endpoint
 from dora.telemetry.exporter import ExportingMeter
 from dora.telemetry.lag import lag_of
 from dora.telemetry.start import observed
-from tests.prometheus_server import ALERTS, DASHBOARD, alert_conditions, dashboard_queries
 from tests.run_records import RING, G, K, admission, places_of, status, step, trajectory
 
 ROOT = Path(__file__).parents[2]
@@ -309,64 +308,6 @@ def test_every_metric_that_is_counted_is_in_the_table_of_that_role() -> None:
                 assert metric.role in ("process", *allowed), path
                 used.add(name)
     assert len(used) >= 10
-
-
-def exported_names() -> set[str]:
-    names = set()
-    for metric in CATALOGUE:
-        ends = ("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",)
-        names |= {metric.name + end for end in ends}
-    return names
-
-
-def test_dashboard_and_alerts_ask_for_what_is_exported() -> None:
-    known = exported_names()
-    for query in (*dashboard_queries(), *alert_conditions()):
-        used = set(re.findall(r"\bdora_[a-z0-9_]+", query))
-        assert used or query.startswith("up"), query
-        assert used <= known, f"{query} asks for {used - known}"
-
-
-def test_the_dashboard_is_one_that_grafana_can_load() -> None:
-    board = json.loads(DASHBOARD.read_text())
-    assert board["schemaVersion"] >= 39 and board["uid"] and board["title"]
-    variables = {each["name"]: each for each in board["templating"]["list"]}
-    assert variables["run"]["query"]["query"].startswith("label_values(dora_")
-    assert variables["datasource"]["type"] == "datasource"
-    panels = board["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    cells: set[tuple[int, int]] = set()
-    for panel in panels:
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24
-        own = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert not own & cells, f"{panel['title']} lies on another panel"
-        cells |= own
-        for target in panel.get("targets", ()):
-            assert 'run="$run"' in target["expr"] and target["legendFormat"]
-            assert target["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-
-
-def test_every_alert_says_what_happened_in_which_run() -> None:
-    import yaml
-
-    (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
-    for rule in group["rules"]:
-        assert rule["alert"].startswith("Dora")
-        assert rule["labels"]["severity"] in ("critical", "warning", "info")
-        assert "{{ $labels.run }}" in rule["annotations"]["summary"]
-
-
-def test_the_documented_metrics_are_the_exported_ones() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "docs" / "generate_metrics.py"), "--check"],
-        capture_output=True, text=True, timeout=120, cwd=ROOT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_run_that_starts_says_nothing_of_steps(tmp_path: Path) -> None:

@@ -82,6 +82,14 @@ class RunLog:
         first, last = steps[0].version_out, steps[-1].version_out
         raise RunError(f"run {self.run} has no step {number}: it has steps {first} to {last}")
 
+    def check_version(self, version: int) -> None:
+        """RunError, saying which there are, if the run has no such version."""
+        newest = self.steps[-1].version_out if self.steps else 0
+        if not 0 <= version <= newest:
+            raise RunError(
+                f"run {self.run} has no version {version}: it has versions 0 to {newest}"
+            )
+
     def trained_at(self) -> dict[str, int]:
         """By group id, the version that its step made (groups set aside are not in it)."""
         return {ref.group_id: step.version_out for step in self.steps for ref in step.trained}

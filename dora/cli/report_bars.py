@@ -20,12 +20,13 @@ WIDTH = 1180
 _HEIGHT = 0.84
 
 
-def timeline(report: RunReport, number: int) -> Chart | None:
+def timeline(report: RunReport, number: int, several: bool) -> Chart | None:
     """Which versions each worker generated when: colours are versions, heights are trajectories."""
     line = report.timeline
     if not line.rows or line.most_running <= 0:
         return None
-    identity, title = f"timeline-{number}", f"Workers by version: {report.run}"
+    identity = f"timeline-{number}"
+    title = f"Workers by version: {report.run}" if several else "Workers by version"
     scale, unit = time_unit(line.seconds)
     exact = [t for t in report.times if t.steps == 1 and t.train > 0]
     trainer = len(exact) == len(report.times) and bool(exact)
@@ -107,9 +108,9 @@ def times(report: RunReport, number: int, several: bool) -> Chart | None:
     """Shares of each step's time that the trainer waited, trained and published."""
     if not report.times:
         return None
-    identity, title = f"times-{number}", "Where the trainer's time went"
+    identity, title = f"times-{number}", "Where the trainer’s time went"
     if several:
-        title += f": {report.run}"
+        title = f"Trainer of {short(report.run)}"
     parts = (
         ("train", "training", PAINT[SERIES[0]]),
         ("publish", "publishing", PAINT[SERIES[2]]),

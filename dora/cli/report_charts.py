@@ -49,7 +49,7 @@ def curve(
             if held_out is not None and (found := thinned(held_out(report), CURVE_POINTS)):
                 places = [p.seconds / scale if over_time else p.step for p in found]
                 mine = PAINT[SERIES[number if len(reports) > 1 else 2]]
-                label = f"{short(report.run)}, held-out" if len(reports) > 1 else "held-out prompts"
+                label = "held-out prompts" if len(reports) == 1 else "_nolegend_"
                 _evaluations(axis, places, found, mine, label)
         if log and any(p.value > 0 for r in reports for p in points(r)):
             _logarithmic(axis)
@@ -59,7 +59,9 @@ def curve(
         if legend:
             _legend(axis)
         about = "; ".join(filter(None, (_ends(r, points, share) for r in reports)))
-        return Chart(identity, title, about, markup(drawn, identity, title, about))
+        marks = len(reports) > 1 and held_out is not None
+        note = "Diamonds are held-out prompts." if marks else ""
+        return Chart(identity, title, about, markup(drawn, identity, title, about), note=note)
 
 
 def metric(name: str) -> Points:

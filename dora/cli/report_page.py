@@ -91,7 +91,9 @@ def render(reports: Sequence[RunReport]) -> str:
         compared=compared,
         numbers=key_numbers([report.numbers for report in reports]),
         sections=sections(reports),
-        timelines=_drawn(report_bars.timeline(r, n) for n, r in enumerate(reports, start=1)),
+        timelines=_drawn(
+            report_bars.timeline(r, n, compared) for n, r in enumerate(reports, start=1)
+        ),
         differences=differences,
         other_task=compared and other_task(first.config, second.config),
         versions_shown={report.run: shown_versions(report) for report in reports},

@@ -82,7 +82,7 @@ def show_rows(
     names += ["length", "finish", "attempts", "worker", "logprob"]
     names += ["mismatch"] if recomputed else []
     wide = console.width >= _WIDE and not groups
-    table = Table(*names, *(["text"] if wide else []), pad_edge=False)
+    table = Table(*names, *(["text"] if wide else []))
     for column in table.columns:
         if column.header in ("version", "stale", "reward", "length", "attempts", "logprob",
                              "mismatch"):  # fmt: skip
@@ -238,7 +238,7 @@ def _earned(view: TrajectoryView) -> list[tuple[str, str]]:
 
 def _fate(view: TrajectoryView) -> str:
     stale = view.fate.staleness
-    return str(view.fate) + ("" if stale is None else f", {stale} versions later")
+    return str(view.fate) + ("" if stale is None else f" (staleness {stale})")
 
 
 def _show_attempts(view: TrajectoryView, console: Console) -> None:
@@ -258,7 +258,7 @@ def _show_attempts(view: TrajectoryView, console: Console) -> None:
             str(each.resumed_tokens),
             Text(visible(each.end, newlines=False), "green" if each.counts else "yellow"),
         )
-    console.print(Padding(table, (0, 0, 0, 1)))
+    console.print(Padding(table, (0, 0, 0, 1), expand=False))
 
 
 def _show_chunks(view: TrajectoryView, console: Console) -> None:
@@ -279,7 +279,7 @@ def _show_chunks(view: TrajectoryView, console: Console) -> None:
             f"+{chunk.tokens}{resumed}",
             _chunk_text(chunk, made if chunk.attempt == counted else []),
         )
-    console.print(Padding(table, (0, 0, 0, 1)))
+    console.print(Padding(table, (0, 0, 0, 1), expand=False))
 
 
 def _chunk_text(chunk: ChunkView, made: Sequence[Token]) -> Text:
@@ -304,7 +304,7 @@ def _show_numbers(view: TrajectoryView, console: Console) -> None:
             cells += [f"{token.trainer_logprob:.4f}", f"{token.difference:+.1e}"]
             cells += [f"{token.entropy:.4f}"]
         table.add_row(*(Text(cell) for cell in cells))
-    console.print(Padding(table, (0, 0, 0, 1)))
+    console.print(Padding(table, (0, 0, 0, 1), expand=False))
 
 
 def _quoted(token: Token) -> str:

@@ -149,7 +149,7 @@ def test_a_trajectory_is_told_chunk_by_chunk_with_its_attempts(written: WrittenR
     people = look(written, "--trajectory", TAKEN_OVER, "--logprobs").output
     for part in (
         f"trajectory {TAKEN_OVER} of run {written.run}",
-        "step 1, 0 versions later",
+        "step 1 (staleness 0)",
         "0.01 (right 0, style 0.01)",
         "taken over by attempt 1",
         "+4 (4 resumed)",

@@ -1,5 +1,6 @@
 """One trajectory as people read it: texts of tokens, versions, scores, and what a terminal gets."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
@@ -13,8 +14,8 @@ from dora.consumers.run_log import Placed
 from dora.consumers.trajectory_rows import Fate
 from dora.consumers.trajectory_sources import Sources, advantages_of, token_texts, view_of
 from dora.consumers.trajectory_view import Scores, Token, TrajectoryView, text_of, with_scores
-from dora.schemas.records import VersionRun
-from tests.run_records import admission, run_started, trajectory
+from dora.schemas.records import Chunk, Command, VersionRun, pack_logprobs, pack_tokens
+from tests.run_records import SAMPLING, admission, run_started, trajectory
 
 GROUP = admission(4, 2)
 RECORD = trajectory(GROUP)
@@ -102,9 +103,56 @@ def test_improbable_tokens_stand_out_on_a_terminal_and_only_there() -> None:
     assert "\x1b" not in printed(shown) and "--logprobs" in printed(shown)
 
 
-def test_advantages_are_the_trainers() -> None:
-    import json
+def test_attempts_say_how_they_ended_and_what_they_resumed() -> None:
+    def order(kind: str, attempt: int, at: int, reason: str = "") -> Placed[Command]:
+        worker = f"w{attempt}"
+        record = Command(
+            "r", worker, "i", kind, at, RECORD.trajectory_id, "g4", 0, attempt, 2, reason=reason
+        )  # type: ignore[arg-type]
+        return Placed(1, at, record)
 
+    def chunk(attempt: int, at: int, ids: list[int], resumed: int = 0) -> Placed[Chunk]:
+        logprobs = pack_logprobs([-1.0] * len(ids))
+        record = Chunk(
+            "r", RECORD.trajectory_id, "g4", 0, attempt, 0, 2, 4, "train", 0, pack_tokens(ids),
+            logprobs, False, f"w{attempt}", SAMPLING, at, resumed,
+        )  # fmt: skip
+        return Placed(0, at, record)
+
+    last = replace(
+        RECORD, attempt=3, worker="w3", started_ms=1450, generated_ms=1500, resumed_tokens=2
+    )
+    chunks = [chunk(0, 1100, [1]), chunk(1, 1250, [1, 2], 1), chunk(3, 1490, [1, 2, 3], 2)]
+    commands = [
+        order("start", 0, 1000),
+        order("yield", 0, 1150, "w0 leaves"),
+        order("start", 1, 1200),
+        order("move", 1, 1300, "w3 is idle"),
+        order("start", 2, 1350),
+        order("start", 3, 1400),
+    ]
+    shown = view(last, chunks=[*chunks, chunks[0]], commands=commands[::-1])
+    assert [(a.worker, a.from_ms, a.until_ms, a.resumed_tokens, a.end) for a in shown.attempts] == [
+        ("w0", 0, 150, 0, "yield: w0 leaves"),
+        ("w1", 200, 300, 1, "move: w3 is idle"),
+        ("w2", 350, 350, 0, "taken over by attempt 3"),
+        ("w3", 400, 500, 2, "finished: stop"),
+    ]
+    assert [(c.attempt, c.at_ms, c.tokens) for c in shown.chunks] == [
+        (0, 100, 1),
+        (1, 250, 2),
+        (3, 490, 3),
+    ], "a chunk that was written twice is shown once"
+    assert [a.counts for a in shown.attempts] == [False, False, False, True]
+    unfinished = view_of(
+        "r", "g4/0", Sources(GROUP, Fate("outstanding"), None, chunks[:2], commands[:3]),
+        decode=spelled,
+    )  # fmt: skip
+    assert [token.id for token in unfinished.tokens] == [1, 2] and not unfinished.finished
+    assert unfinished.attempts[-1].end == "no end in the log"
+
+
+def test_advantages_are_the_trainers() -> None:
     started = replace(
         run_started(),
         identity=json.dumps({"trainer": {"loss": {"advantage_std": False}}}),

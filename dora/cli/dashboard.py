@@ -37,12 +37,16 @@ _STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of the picture: it wants `wanted` lines, makes do with `least`, and `draw(width,
-    lines)` fills at most as many as it is given."""
+    """A part of the picture: it makes do with `least` lines, gets `fair` before any other gets
+    more, and can use `wanted`; `draw(width, lines)` fills at most as many as it is given."""
 
     least: int
+    fair: int
     wanted: int
     draw: Callable[[int, int], list[Text]]
+
+
+_EMPTY = Section(0, 0, 0, lambda width, lines: [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,10 @@ def _column(sections: Sequence[Section], width: int, room: int) -> list[Text]:
         last = max(index for index, lines in enumerate(given) if lines)
         given[last] = max(0, given[last] - (sum(given) - room))
     for index, section in enumerate(sections):
-        given[index] += max(0, min(section.wanted - given[index], room - sum(given)))
+        given[index] += max(0, min(section.fair - given[index], room - sum(given)))
+    between = min(max(0, sum(map(bool, given)) - 1), room - sum(given))
+    for index, section in enumerate(sections):
+        given[index] += max(0, min(section.wanted - given[index], room - between - sum(given)))
     drawn = [
         section.draw(width, lines)[:lines]
         for section, lines in zip(sections, given, strict=True)
@@ -116,6 +123,11 @@ def _column(sections: Sequence[Section], width: int, room: int) -> list[Text]:
             blank -= 1
         lines += part
     return lines
+
+
+def _list_of(lines: int, least: int, fair: int, draw: Callable[[int, int], list[Text]]) -> Section:
+    """A list that has `lines` lines in all."""
+    return Section(min(least, lines), min(fair, lines), lines, draw)
 
 
 def _side_by_side(left: Sequence[Text], right: Sequence[Text], left_width: int) -> list[Text]:
@@ -176,6 +188,7 @@ def _charts(snapshot: Snapshot) -> Section:
 
     def draw(width: int, lines: int) -> list[Text]:
         each = max(1, lines // len(shown))
+        each = 1 if each == 2 else each  # a heading and one line say no more than one line
         drawn = []
         for label, values, style in shown[:lines]:
             top = 1.0 if label == "success" else None
@@ -183,8 +196,8 @@ def _charts(snapshot: Snapshot) -> Section:
         return drawn
 
     if not shown:
-        return Section(0, 0, lambda width, lines: [])
-    return Section(len(shown), _TALLEST_CHART * len(shown), draw)
+        return _EMPTY
+    return Section(len(shown), len(shown), _TALLEST_CHART * len(shown), draw)
 
 
 def _figures(snapshot: Snapshot) -> Section:
@@ -209,12 +222,12 @@ def _figures(snapshot: Snapshot) -> Section:
         if len(done) > 1:
             held_out += f" → {done[-1].success_rate:.3f} (v{done[-1].version})"
         lines.insert(2, held_out)
-    return Section(2, len(lines), lambda width, room: [Text(line) for line in lines])
+    return Section(2, len(lines), len(lines), lambda width, room: [Text(line) for line in lines])
 
 
 def _window(snapshot: Snapshot) -> Section:
     if not snapshot.versions:
-        return Section(0, 0, lambda width, lines: [])
+        return _EMPTY
     scale = max(snapshot.groups_per_step, *(v.groups_outstanding for v in snapshot.versions), 1)
     head = Text(
         f"window: {snapshot.groups_outstanding} of {snapshot.groups_capacity} groups outstanding",
@@ -249,13 +262,13 @@ def _window(snapshot: Snapshot) -> Section:
             rows.append(text)
         return rows
 
-    return Section(min(3, 1 + len(snapshot.versions)), 1 + len(snapshot.versions), draw)
+    return _list_of(1 + len(snapshot.versions), 3, 6, draw)
 
 
 def _processes(snapshot: Snapshot) -> Section:
     processes = snapshot.processes
     if not processes:
-        return Section(0, 0, lambda width, lines: [])
+        return _EMPTY
     # those that need looking at come first where not all fit
     urgent = sorted(processes, key=lambda p: (p.role == "rollout", p.alive, p.process))
     names = min(20, max(len(p.process) for p in processes))
@@ -277,7 +290,7 @@ def _processes(snapshot: Snapshot) -> Section:
             )
         return rows
 
-    return Section(min(5, 1 + len(processes)), 1 + len(processes), draw)
+    return _list_of(1 + len(processes), 5, 9, draw)
 
 
 def _process(process: ProcessView, names: int) -> Text:
@@ -306,7 +319,7 @@ def _process(process: ProcessView, names: int) -> Text:
 def _incidents(snapshot: Snapshot) -> Section:
     merged = merge(snapshot.incidents)
     if not merged:
-        return Section(0, 0, lambda width, lines: [])
+        return _EMPTY
 
     def draw(width: int, lines: int) -> list[Text]:
         rows = [Text("recent incidents", style="bold")]
@@ -324,7 +337,7 @@ def _incidents(snapshot: Snapshot) -> Section:
             )
         return rows
 
-    return Section(min(3, 1 + len(merged)), 1 + len(merged), draw)
+    return _list_of(1 + len(merged), 3, 5, draw)
 
 
 def merge(incidents: Sequence[RecentIncident]) -> list[tuple[RecentIncident, int]]:

@@ -65,6 +65,8 @@ def chart(
         return [Text.assemble(head, (cells, style), ends)]
     columns = max(1, width - 10)
     points = condensed(finite, columns)
+    # few steps are drawn wide
+    points = [point for point in points for _ in range(columns // len(points))]
     bottom, top = _scale(points, low, high)
     rows = _cells(points, height - 1, low, high)
     lines = [Text.assemble((label, "bold"), ends)]

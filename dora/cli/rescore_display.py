@@ -190,16 +190,18 @@ def _summary(c: Comparison) -> Table:
 def _trend(versions: Sequence[Means]) -> Table:
     table = Table(box=None, padding=(0, 2), title="by version", title_justify="left")
     for name in ("version", "trajectories", "reward", "success", ""):
-        table.add_column(name, justify="right" if name in ("version", "trajectories") else "left")
+        table.add_column(
+            name, justify="right" if name in ("version", "trajectories") else "left", no_wrap=True
+        )
     for means in merged(versions, TREND_ROWS):
         change = means.success_after - means.success_before
-        marks = "+" * min(20, round(40 * change)) if change > 0 else "-" * round(-40 * change)
+        marks = ("+" if change > 0 else "-") * round(10 * abs(change))
         table.add_row(
             means.label,
             f"{means.both:,}",
             f"{means.reward_before:.3f} → {means.reward_after:.3f}",
             f"{means.success_before:.1%} → {means.success_after:.1%}",
-            Text(marks[:20], style="green" if change > 0 else "red"),
+            Text(marks, style="green" if change > 0 else "red"),
         )
     return table
 
@@ -267,4 +269,4 @@ def _count(number: int, noun: str) -> str:
 def _time(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.1f} s"
-    return f"{1e3 * seconds:.2g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.2g} µs"
+    return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} µs"

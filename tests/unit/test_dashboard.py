@@ -99,7 +99,7 @@ def test_a_small_terminal_holds_everything_that_matters() -> None:
     text = "\n".join(drawn(grown(), 80, 24))
     for part in (
         "r  running", "step 60/100", "to go", "success", "reward",
-        "loss", "trainer idle", "stale 0.00", "window: 32 of 32 groups outstanding", "v3",
+        "loss", "trainer idle", "stale 0.00", "held-out", "window: 32 of 32 groups", "v3",
         "8 groups, 3 done; 37 to go", "waiting", "coordinator", "w0",
         "more", "recent incidents", "w2: canary differs",
     ):  # fmt: skip
@@ -182,8 +182,8 @@ def test_charts_survive_any_numbers(values: list[float], width: int, height: int
 def test_a_chart_rises_with_its_values() -> None:
     (line,) = chart("success", [0.0, 0.25, 0.5, 0.75, 1.0], 60, 1, "green", low=0.0, high=1.0)
     assert line.plain == "success ▁▃▅▆█ 0.000 → 1"
-    rows = chart("reward", [0.0, 1.0], 40, 4, "blue")
-    assert [row.plain.split(" ")[-1] for row in rows[1:]] == ["█", "█", "▁█"]
+    rows = chart("reward", [0.0, 1.0], 14, 4, "blue")
+    assert [row.plain[9:] for row in rows[1:]] == ["  ██", "  ██", "▁▁██"]
 
 
 @given(st.lists(st.floats(0, 1.5), min_size=1, max_size=3), st.integers(1, 40))

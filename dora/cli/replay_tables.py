@@ -8,10 +8,12 @@ from rich.table import Table
 from rich.text import Text
 
 from dora.consumers.replay import ReplayReport
-from dora.consumers.replay_metrics import SIDE_BY_SIDE, ReplayedStep
+from dora.consumers.replay_metrics import SIDE_BY_SIDE
 
 SHOWN = 40
 """Steps that are shown at most; `--json` has all."""
+CHANGED = 10
+"""Likewise, where a change is shown beside the record."""
 
 
 def show(report: ReplayReport, console: Console) -> None:
@@ -23,7 +25,8 @@ def show(report: ReplayReport, console: Console) -> None:
     console.print(f"replayed from {origin}{on_the_way if before else ''}")
     table = _side_by_side(report) if report.sets else _compared(report)
     console.print(table)
-    left_out = len(report.results) - SHOWN
+    count, most = (len(report.asked), CHANGED) if report.sets else (len(report.results), SHOWN)
+    left_out = count - most
     if left_out > 0:
         console.print(f"... the first {left_out} steps are left out; --json has all")
     if report.recorded_ranks > 1:
@@ -70,7 +73,7 @@ def verdict(report: ReplayReport) -> Text:
 
 
 def _compared(report: ReplayReport) -> Table:
-    table = Table("step", "trajectories", "reward", "loss", "grad norm", "weights", "differing")
+    table = Table("step", "samples", "reward", "loss", "grad norm", "weights", "differing")
     for column in table.columns[:-2]:
         column.justify = "right"
     for result in report.results[-SHOWN:]:
@@ -79,33 +82,25 @@ def _compared(report: ReplayReport) -> Table:
             f"{result.step}" + ("" if result.asked else " (on the way)"),
             f"{result.trajectories:,}",
             *(_number(replayed.get(name)) for name in ("reward_mean", "loss", "grad_norm")),
-            result.checksum[:12],
+            result.checksum[:8],
             Text(", ".join(result.differing) or "none", style="red" if result.differing else ""),
         )
     return table
 
 
 def _side_by_side(report: ReplayReport) -> Table:
-    shown = report.asked[-SHOWN:]
-    names = [name for name in SIDE_BY_SIDE if any(_has(result, name) for result in shown)]
-    table = Table("step", *(name.replace("_", " ") for name in names))
-    for column in table.columns:
-        column.justify = "right"
+    shown = report.asked[-CHANGED:]
+    table = Table("step", "metric", "recorded", "what if")
+    for index in (0, 2, 3):
+        table.columns[index].justify = "right"
     for result in shown:
-        cells = [_change(result, name) for name in names]
-        table.add_row(str(result.step), *cells)
+        table.add_section()
+        names = [n for n in SIDE_BY_SIDE if n in result.recorded or n in result.replayed]
+        for name in names:
+            old, new = _number(result.recorded.get(name)), _number(result.replayed.get(name))
+            first = str(result.step) if name == names[0] else ""
+            table.add_row(first, name, old, Text(new, style="dim" if old == new else "bold"))
     return table
-
-
-def _has(result: ReplayedStep, name: str) -> bool:
-    return name in result.recorded or name in result.replayed
-
-
-def _change(result: ReplayedStep, name: str) -> Text:
-    old, new = result.recorded.get(name), result.replayed.get(name)
-    if old == new:
-        return Text(f"{_number(old)}\nsame", style="dim")
-    return Text(f"{_number(old)}\n-> {_number(new)}")
 
 
 def _number(value: float | None) -> str:

@@ -207,6 +207,8 @@ class ReplayServer:
             case Step() as step:
                 self._heard_at = self._clock()
                 self._state.commit(step)
+                if step.kind == "step":
+                    log.info("version %d: %s", step.version_out, self._told())
             case Admission() as admission:
                 self._found(admission, message)
             case Trajectory() as trajectory:
@@ -320,6 +322,7 @@ class ReplayServer:
                 for each in taken:
                     heapq.heappush(self._due, each)
                 return
+            self._written.update(r.trajectory_id for *_, r in taken if isinstance(r, Trajectory))
 
     def _partition(self, record: Chunk | Trajectory) -> int:
         window, lanes = self._config.window, self._config.kafka.lanes

@@ -1,16 +1,19 @@
 """What a replay is asked for, what it may change, and how it judges."""
 
+import io
 import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from dora.cli.replay_tables import show
 from dora.cli.replay_toml import to_toml
 from dora.config import Config
 from dora.config_file import load_config
-from dora.consumers.replay import batches
+from dora.consumers.replay import ReplayReport, batches
 from dora.consumers.replay_metrics import (
     COMPARED,
     NOT_COMPARED,
@@ -147,3 +150,55 @@ def test_a_configuration_written_as_toml_reads_back(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(text)
     found = load_config(tmp_path / "run.toml", environment={})
     assert json.dumps(found.recorded()) == json.dumps(config.recorded())
+
+
+def report(*results: ReplayedStep, **changes: object) -> ReplayReport:
+    made = ReplayReport(
+        run="r",
+        base_version=2,
+        checkpoint="step-00000002-x",
+        first=3,
+        results=results,
+        differing=(),
+        first_difference=None,
+        sets=(),
+        deterministic=True,
+        recorded_ranks=1,
+        checksum="a",
+        loading_seconds=1.0,
+        seconds=2.0,
+        notes=(),
+    )
+    return replace(made, **changes)
+
+
+def shown(made: ReplayReport) -> str:
+    console = Console(width=100, record=True, file=io.StringIO())
+    show(made, console)
+    return console.export_text()
+
+
+def test_the_verdict_is_given_in_words() -> None:
+    same = report(replayed())
+    assert same.identical is True and "bit-identical: weights and metrics of 1 step" in shown(same)
+    first = FirstDifference(3, "loss", 0.5, 0.25)
+    other = report(replayed(checksum="b"), first_difference=first, deterministic=False)
+    text = shown(other)
+    assert other.identical is False and "bit-identical" not in text
+    assert "first difference: step 3: loss was 0.5, is 0.25" in text
+    assert "trainer.deterministic was off" in text
+
+
+def test_a_change_is_shown_beside_the_record_and_gives_no_verdict() -> None:
+    tried = replayed(replayed={"reward_mean": 0.5, "loss": 0.25}, checksum="b")
+    made = report(replace(tried, step=2, asked=False), tried, sets=("trainer.loss.kind=gspo",))
+    text = shown(made)
+    assert made.identical is None and made.to_json()["identical"] is None
+    assert "1 step before it redone on the way" in text
+    assert "what if trainer.loss.kind=gspo" in text
+    [loss] = [line for line in text.splitlines() if " loss " in line]
+    assert "nan" in loss and "0.25" in loss
+
+
+def test_a_run_of_several_ranks_says_that_bits_may_differ() -> None:
+    assert "trainer.ranks = 4" in shown(report(replayed(), recorded_ranks=4))

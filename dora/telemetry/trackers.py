@@ -24,7 +24,7 @@ from dora.telemetry.meter import meter
 log = logging.getLogger(__name__)
 
 HANG_SECONDS = 120.0
-CLOSE_SECONDS = 15.0
+CLOSE_SECONDS = 30.0
 _GROUPS = (
     (re.compile(r".*_seconds"), "time"),
     (re.compile(r"logprob_.*"), "mismatch"),

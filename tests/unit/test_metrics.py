@@ -18,6 +18,7 @@ from dora.bus.broker_process import free_port
 from dora.config import Config
 from dora.core.state import RunState, finished_facts
 from dora.core.window import Window
+from dora.errors import ConfigError
 from dora.schemas.records import GroupRef, Step
 from dora.telemetry import meter as metering
 from dora.telemetry.catalogue import CATALOGUE, COMMON, OTHER, VERSION, bounded
@@ -240,6 +241,11 @@ def test_each_process_takes_the_next_free_port(tmp_path: Path, first: int) -> No
     finally:
         for endpoint in taken:
             endpoint.close()
+
+
+def test_an_address_of_another_machine_is_refused(tmp_path: Path, first: int) -> None:
+    with pytest.raises(ConfigError, match=r"metrics.port = \d+: nothing .* metrics.address = 203"):
+        Endpoint(exporter(tmp_path, "rollout"), "203.0.113.1", first)  # of documentation only
 
 
 def test_an_endpoint_answers_what_it_has_and_nothing_else(tmp_path: Path, first: int) -> None:

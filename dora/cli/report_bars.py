@@ -98,8 +98,8 @@ def stretches(flags: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
 
 
 def _steps(
-    edges: npt.NDArray[np.float64], values: npt.NDArray[np.float64]
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    edges: npt.NDArray[np.floating[Any]], values: npt.NDArray[np.floating[Any]]
+) -> tuple[npt.NDArray[np.floating[Any]], npt.NDArray[np.floating[Any]]]:
     """Corners of a step function."""
     return np.repeat(edges, 2)[1:-1], np.repeat(values, 2)
 

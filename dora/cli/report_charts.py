@@ -182,14 +182,14 @@ def tails(reports: Sequence[RunReport]) -> Chart | None:
     if not any(report.tails for report in reports):
         return None
     identity, title = "length-tail", "The tail of lengths over versions"
-    lines = (
+    lines = [
         ("p50", "p50", "-"),
         ("p90", "p90", "-"),
         ("p99", "p99", "--"),
         ("largest", "max", ":"),
-    )
+    ]
     if len(reports) > 1:
-        lines = (lines[0], lines[2])
+        lines = [lines[0], lines[2]]
     with figure() as drawn:
         axis = drawn.subplots()
         _axes(axis, "version")

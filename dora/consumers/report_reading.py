@@ -19,6 +19,7 @@ from dora.consumers.run_log import RunLog
 from dora.core.audit_report import AuditReport
 from dora.core.ring import JOURNAL
 from dora.errors import DeadlineError, RunError, TopicError
+from dora.schemas.records import Command, DeadLetter, Status
 
 _PROGRESS_RECORDS = 5_000
 
@@ -98,15 +99,20 @@ def _read_control(
     """Take commands, statuses and dead letters."""
     notes = _Notes()
     topics = log.topics
+    kinds: dict[str, type[Command | Status | DeadLetter]] = {
+        topics.dispatch: Command,
+        topics.workers: Status,
+        topics.dead_letters: DeadLetter,
+    }
     with TopicAdmin(settings) as admin:
         partitions = {info.name: info.partitions for info in admin.describe(log.run)}
     wanted = {
         (topic, number): BEGINNING
-        for topic in (topics.dispatch, topics.workers, topics.dead_letters)
+        for topic in kinds
         for number in range(partitions.get(topic, 0))
         if (topic, number) != (topics.dispatch, JOURNAL)
     }
-    for topic in (topics.dispatch, topics.workers, topics.dead_letters):
+    for topic in kinds:
         if topic not in partitions:
             notes.missing.append(f"the topic {topic} does not exist any more")
     with closing(LogReader(settings, client_id=f"{log.run}.report")) as reader:
@@ -118,15 +124,19 @@ def _read_control(
                 )
         reader.assign(wanted)
         for message in reader.read_to_end(deadline):
-            _take(message, control, notes)
+            _take(message, kinds[message.topic], control, notes)
     return notes
 
 
-def _take(message: Message, control: Control, notes: _Notes) -> None:
+def _take(
+    message: Message, kind: type[Command | Status | DeadLetter], control: Control, notes: _Notes
+) -> None:
     value = message.value
     place = f"{message.topic} partition {message.partition} offset {message.offset}"
     if isinstance(value, Unreadable):
         notes.unreadable.append(f"{place} cannot be read ({value.code}): {value.reason}")
-    elif not control.take(value):
-        kind = type(value).__name__
-        notes.unreadable.append(f"{place} holds a {kind}, which does not belong there")
+    elif isinstance(value, kind):
+        control.take(value)
+    else:
+        found = type(value).__name__
+        notes.unreadable.append(f"{place} holds a {found}, which does not belong there")

@@ -19,7 +19,6 @@ from dora.schemas.records import (
     Admission,
     Command,
     DeadLetter,
-    Record,
     RunStarted,
     Status,
     Step,
@@ -55,8 +54,8 @@ class Control:
                 self.settled_ms[group.group_id] = entry.created_ms
             self.last_ms = max(self.last_ms, entry.created_ms)
 
-    def take(self, record: Record) -> bool:
-        """Take one record; False if it does not belong into these topics."""
+    def take(self, record: Command | Status | DeadLetter) -> None:
+        """Take one record."""
         match record:
             case Command():
                 self.incidents.command(record)
@@ -70,10 +69,7 @@ class Control:
                 self.incidents.status(record)
             case DeadLetter():
                 self.incidents.dead_letter(record)
-            case _:
-                return False
         self.last_ms = max(self.last_ms, record.created_ms)
-        return True
 
 
 class Tally:

@@ -16,12 +16,13 @@ from dora.consumers.batches import sample_of
 from dora.consumers.learner import Learner
 from dora.consumers.recomputation import PolicyScorer, Recomputation, token_entropies
 from dora.consumers.run_log import RunLog
-from dora.errors import RunError
+from dora.errors import RunError, WeightsError
 from dora.schemas.records import Trajectory, unpack_logprobs
 from tests.brokers import Cluster
+from tests.integration.test_learner import config as learner_settings
 from tests.integration.test_lora_learner import settings as lora_settings
 from tests.small_run import VOCABULARY, dora, make_model, refused
-from tests.training_world import World, fed
+from tests.training_world import World, fed, trajectory
 
 STEPS = 3
 
@@ -58,22 +59,29 @@ def stored(world: World, version: int) -> Path:
     return found
 
 
-def test_they_are_those_of_the_learner_with_the_same_weights(trained: World) -> None:
-    log = RunLog(trained.settings, trained.name)
-    config = trained.config(steps=STEPS)
-    records = [*of_version(log, 2), *of_version(log, 1)]
-    recomputed = Recomputation(log, config, trained.settings)
-    found = recomputed.scores(records)
-    assert recomputed.notes == []
-    for version in (1, 2):
-        own = [i for i, record in enumerate(records) if record.policy_version == version]
-        learner = Learner(stored(trained, version), config)
-        expected = learner.logprobs([sample_of(records[i], 0.0) for i in own])
-        assert len(own) >= 2
-        for index, logprobs in zip(own, expected, strict=True):
-            assert np.array_equal(found[index].logprobs, logprobs), "bit by bit"
-            entropy = found[index].entropy
-            assert (entropy > 0).all() and (entropy < np.log(VOCABULARY) + 1e-6).all()
+@pytest.mark.parametrize("lora", [False, True])
+def test_they_are_those_of_the_learner_with_the_same_weights(model: Path, lora: bool) -> None:
+    config = lora_settings(model) if lora else learner_settings(model)
+    groups = [[trajectory("r", 0, ordinal, sample, 0.0) for sample in (0, 1)] for ordinal in (0, 1)]
+    samples = [sample_of(t, 1.0 - 2 * t.sample) for group in groups for t in group]
+    learner = Learner(model, config)
+    learner.update([samples[:2], samples[2:]], 0)
+    scorer = PolicyScorer(model, config)
+    untrained = scorer.score(samples)
+    scorer.load(learner.export_state())
+    found = scorer.score(samples)
+    for one, logprobs in zip(found, learner.logprobs(samples), strict=True):
+        assert np.array_equal(one.logprobs, logprobs), "bit by bit"
+        assert (one.entropy > 0).all() and (one.entropy < np.log(VOCABULARY) + 1e-6).all()
+    assert not np.array_equal(untrained[0].logprobs, found[0].logprobs)
+    state = dict(learner.export_state())
+    name, tensor = state.popitem()
+    with pytest.raises(WeightsError, match="the weights lack"):
+        scorer.load(state)
+    with pytest.raises(WeightsError, match="is no tensor of this model"):
+        scorer.load({name + "x": tensor})
+    with pytest.raises(WeightsError, match="has shape"):
+        scorer.load({name: tensor[:1]})
 
 
 def test_a_trajectory_shows_engine_against_trainer(trained: World) -> None:
@@ -158,21 +166,6 @@ def test_other_starting_weights_are_noted(trained: World, tmp_path: Path) -> Non
         shutil.move(tmp_path / "v0", source)
     assert result.exit_code == 0, result.output
     assert "have checksum" in result.stderr and "other weights" in result.stderr
-
-
-def test_an_adapter_is_scored_as_its_learner_does(model: Path, trained: World) -> None:
-    config = lora_settings(model)
-    records = of_version(RunLog(trained.settings, trained.name), 0)
-    samples = [sample_of(record, 1.0 - 2 * (record.sample == 0)) for record in records]
-    learner = Learner(model, config)
-    learner.update([samples[:2]], 0)
-    scorer = PolicyScorer(model, config)
-    untrained = scorer.score(samples)
-    scorer.load(learner.export_state())
-    found = scorer.score(samples)
-    for one, logprobs in zip(found, learner.logprobs(samples), strict=True):
-        assert np.array_equal(one.logprobs, logprobs)
-    assert not np.array_equal(untrained[0].logprobs, found[0].logprobs)
 
 
 def test_an_emulated_trainer_has_nothing_to_compare_with(trained: World) -> None:

@@ -18,7 +18,7 @@ from tests.report_runs import MadeUpRun, clean_audit
 BROWSER = find_browser()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=INSTALL)
 
-SIZES = {"light": (1280, 1180), "dark": (1280, 1180), "phone": (390, 844)}
+SIZES = {"light": (1280, 1180), "dark": (1280, 1180), "phone": (390, 1300)}
 OVERFLOW = "document.documentElement.scrollWidth - innerWidth"
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 CHARTS = """[...document.querySelectorAll('figure svg')].map(

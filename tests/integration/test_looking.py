@@ -13,6 +13,7 @@ from rich.console import Console
 
 from dora.bus import ClusterSettings, cluster_settings
 from dora.config import KafkaSection
+from dora.consumers.monitor import RunMonitor
 from tests.brokers import Cluster
 from tests.small_run import dora, make_model, refused
 from tests.spoken_run import STEPS, TAKEN_OVER, UNFINISHED, UNSCORED, SpokenRun
@@ -222,3 +223,50 @@ def test_a_terminal_shows_several_trajectories_with_their_rewards(
     shown = stream.getvalue()
     for part in (f"{spoken.name}: 11 finished", "stop, reward 1", "v0", spoken.response(0, 1)):
         assert part in shown
+
+
+def test_the_dashboard_goes_on_until_it_is_interrupted(
+    spoken: SpokenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dora.cli import status
+
+    rounds: list[float] = []
+
+    def follow(monitor: RunMonitor, interval: float) -> None:
+        rounds.append(interval)
+        if len(rounds) == 3:
+            raise KeyboardInterrupt
+
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=80, height=24, color_system=None)
+    monkeypatch.setattr(status, "_follow", follow)
+    monkeypatch.setattr(status, "Console", lambda: console)
+    result = spoken.small.look("status", "--watch", "--interval", "7")
+    assert (result.exit_code, rounds) == (130, [7.0, 7.0, 7.0])
+    shown = stream.getvalue()
+    for part in (spoken.name, "window:", "set aside", "\x1b[?1049h", "\x1b[?1049l"):
+        assert part in shown
+    assert shown.rindex("window:") > shown.rindex("\x1b[?1049l"), "the last picture stays"
+
+
+def test_the_dashboard_as_a_picture_and_as_lines(
+    spoken: SpokenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dora.cli import status
+
+    picture = tmp_path / "dashboard.svg"
+    result = spoken.small.look("status", "--svg", str(picture), "--size", "90x24")
+    assert result.exit_code == 0, result.output
+    assert spoken.name in picture.read_text()
+    refused(spoken.small.look("status", "--svg", str(picture), "--watch"), 2, "one picture")
+    refused(
+        spoken.small.look("status", "--svg", str(tmp_path / "no" / "x")), 2, "cannot be written"
+    )
+
+    def interrupt(monitor: RunMonitor, interval: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(status, "_follow", interrupt)
+    lines = spoken.small.look("status", "--watch")
+    assert lines.exit_code == 130
+    assert f"step {STEPS}" in lines.stdout and "\x1b" not in lines.stdout

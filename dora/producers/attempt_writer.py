@@ -49,7 +49,10 @@ class AttemptWriter:
         """Tell whoever starts the trajectory elsewhere what this attempt had; its chunks must be
         acknowledged."""
         whole = attempt.whole(self._now_ms())
-        self._writer.send(self._topics.handovers, whole, key=whole.trajectory_id, partition=0)
+        trace = None if attempt.trace is None else attempt.trace.of_chunks
+        self._writer.send(
+            self._topics.handovers, whole, key=whole.trajectory_id, partition=0, trace=trace
+        )
 
     def trajectory(
         self,

@@ -229,16 +229,16 @@ class Recomputation:
 
     def _learner_at(self, version: int) -> Learning:
         run, config = self._run, self._config
-        if self._redone is None or self._redone.version > version:
-            path, begin = self._whole(run.step(version).checkpoint), version
-            if path is None:
-                base = make_plan(run, config, self._settings, version, version).base
-                path, begin = base.path, base.version
+        path, begin = self._whole(run.step(version).checkpoint), version
+        if path is None:
+            base = make_plan(run, config, self._settings, version, version).base
+            path, begin = base.path, base.version
+        redone = self._redone
+        if redone is None or not begin <= redone.version <= version:
             learner = create_learner(config, starting_model(config))
             if path is not None:
                 learner.load_checkpoint(path)
-            self._redone = _Redone(learner, begin)
-        redone = self._redone
+            redone = self._redone = _Redone(learner, begin)
         with LogReader(self._settings, client_id=f"{run.run}.inspect") as reader:
             for number in range(redone.version + 1, version + 1):
                 self._say(f"redoing step {number} of {version}")

@@ -261,7 +261,7 @@ class RunWriter:
                 group.group_id, group.ordinal, group.policy_version, tuple(refs), reason
             )
 
-        # trained one version late, but for those of version 0 and 2
+        # g3 is trained one version late
         numbers = {0: ("g0", "g1"), 1: ("g2",), 2: ("g3", "g4", "g5")}[version]
         trained = tuple(ref(g) for g in groups if g.group_id in numbers)
         aside = [g for g in groups if g.group_id == SET_ASIDE and version == STEPS - 1]

@@ -22,6 +22,7 @@ def show(report: ReplayReport, console: Console) -> None:
     origin += "the starting model" if report.checkpoint is None else report.checkpoint
     before = len(report.results) - len(report.asked)
     on_the_way = f"; {before} step{'s' * (before != 1)} before it redone on the way"
+    on_the_way += "" if report.sets else " (in brackets)"
     console.print(f"replayed from {origin}{on_the_way if before else ''}")
     table = _side_by_side(report) if report.sets else _compared(report)
     console.print(table)
@@ -64,7 +65,7 @@ def verdict(report: ReplayReport) -> Text:
         return text
     if report.sets:
         changed = ", ".join(report.sets)
-        return Text(f"what if {changed}: shown above, recorded -> with the change", style="bold")
+        return Text(f"what if {changed}: the last column", style="bold")
     count = len(report.results)
     return Text(
         f"bit-identical: weights and metrics of {count} step{'s' * (count != 1)}",
@@ -79,7 +80,7 @@ def _compared(report: ReplayReport) -> Table:
     for result in report.results[-SHOWN:]:
         replayed = result.replayed
         table.add_row(
-            f"{result.step}" + ("" if result.asked else " (on the way)"),
+            f"{result.step}" if result.asked else f"({result.step})",
             f"{result.trajectories:,}",
             *(_number(replayed.get(name)) for name in ("reward_mean", "loss", "grad_norm")),
             result.checksum[:8],

@@ -105,6 +105,9 @@ def make_plan(
     _check_continuous(run)
     passed_over: list[str] = []
     held = Checkpoints(config.run_directory / "checkpoints")
+    if config.trainer.ranks > 1 and checkpoints:
+        passed_over.append(f"checkpoints of {config.trainer.ranks} ranks are no use to one process")
+        checkpoints = False
     bases = [_starting(run), *(_at_hand(run, held) if checkpoints else ())]
     base = _nearest_whole(held, bases, begin.version_in, passed_over)
     needed = [s for s in steps if base.version < s.version_out <= end.version_out]

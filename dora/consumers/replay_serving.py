@@ -14,9 +14,10 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from dora.bus.reader import BEGINNING, END, LogReader, Message
 from dora.bus.settings import ClusterSettings
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.05
 READ_SECONDS = 600.0
 RECORDS_AT_ONCE = 1000
+_Messages = Generator[Message, None, None]
 _FREE = ("run.", "trainer.", "evaluation.")
 
 
@@ -143,6 +145,8 @@ class ReplayServer:
                 self._fold(self._reader.poll(timeout=self._pause()))
                 self._admit()
                 self._write_due()
+                if self._next < len(self._recording.admissions):  # while the trainer trains
+                    self._recording.records(self._recording.admissions[self._next])
                 self._status.beat(self._told(), self._state.newest, self._pending())
                 outcome = "stopped; started again it goes on" if stop.is_set() else self._ended()
             state = "stopped"
@@ -181,7 +185,9 @@ class ReplayServer:
                 **{(topics.trajectories, number): BEGINNING for number in versioned},
             }
         )
-        self._fold(self._reader.read_to_end(READ_SECONDS))
+        # closed before the reader is, also where a record ends the serving
+        with closing(cast(_Messages, self._reader.read_to_end(READ_SECONDS))) as messages:
+            self._fold(messages)
         for admission in self._recording.admissions[: self._next]:
             samples = range(admission.group_size)
             ids = [trajectory_id(admission.group_id, sample) for sample in samples]

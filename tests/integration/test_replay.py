@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ from safetensors.torch import load_file, save_file
 from dora.bus import ClusterSettings, LogReader, LogWriter, cluster_settings
 from dora.bus.topics import TopicAdmin, topic_plan
 from dora.config import Config, KafkaSection
-from dora.consumers.replay import ReplayReport, replay
+from dora.consumers.recovery import fetch_steps
+from dora.consumers.replay import ReplayReport
+from dora.consumers.replay import replay as train_again
 from dora.consumers.replay_metrics import COMPARED, NOT_COMPARED
+from dora.consumers.replay_plan import make_plan
 from dora.consumers.run_log import RunLog
 from dora.errors import RunError
 from dora.schemas.records import DeadLetter
@@ -66,7 +70,9 @@ def told(world: World, *options: str) -> tuple[int, dict[str, Any]]:
 
 
 def redo(world: World, config: Config) -> ReplayReport:
-    return replay(RunLog(world.settings, world.name), config, world.settings, checkpoints=False)
+    return train_again(
+        RunLog(world.settings, world.name), config, world.settings, checkpoints=False
+    )
 
 
 def test_a_whole_run_is_redone_bit_by_bit_from_log_and_starting_model(
@@ -77,7 +83,7 @@ def test_a_whole_run_is_redone_bit_by_bit_from_log_and_starting_model(
     progress: list[tuple[int, int]] = []
     config = trained.config(steps=STEPS, checkpoint_every=2)
     run = RunLog(trained.settings, trained.name)
-    report = replay(
+    report = train_again(
         run,
         config,
         trained.settings,
@@ -192,6 +198,13 @@ def test_a_damaged_checkpoint_is_passed_over(trained: World, tmp_path: Path) -> 
     assert any("is not whole" in note for note in report["notes"])
 
 
+def test_checkpoints_of_several_ranks_are_passed_over(trained: World) -> None:
+    config = trained.config(steps=STEPS, ranks=2)
+    plan = make_plan(RunLog(trained.settings, trained.name), config, trained.settings, 4)
+    assert plan.base.checkpoint is None and len(plan.steps) == 4
+    assert "2 ranks" in plan.passed_over[0]
+
+
 @pytest.mark.parametrize(
     ("options", "code", "parts"),
     [
@@ -281,11 +294,9 @@ def test_a_run_that_never_committed_a_step_or_has_not_begun(
         admin.create(topic_plan(config))
     address = settings.bootstrap_servers
     refused(dora("replay", begun, "-b", address), 1, "has not begun")
-    with LogReader(settings, client_id="test") as reader:
-        reader.assign({(written.topics.steps, 0): 0})
-        started = next(iter(reader.read_to_end(30.0))).value
+    started = RunLog(settings, written.run).started
     with LogWriter(settings, client_id="test") as writer:
-        writer.send(f"{begun}.steps", started, key="x", partition=0)  # type: ignore[arg-type]
+        writer.send(f"{begun}.steps", started, key="x", partition=0)
     refused(dora("replay", begun, "-b", address), 1, "has not committed a step")
 
 
@@ -298,10 +309,6 @@ def test_a_ledger_that_names_a_foreign_record_is_an_error(written: WrittenRun) -
     with TopicAdmin(written.settings) as admin:
         infos = {info.name: info for info in admin.describe(written.run)}
     at = infos[written.topics.trajectories].end_offsets[ref.partition] - 1
-    from dataclasses import replace
-
-    from dora.consumers.recovery import fetch_steps
-
     group = replace(run.ledger[0].trained[0], samples=(replace(ref, offset=at),))
     step = replace(run.ledger[0], trained=(group,))
     with (

@@ -36,8 +36,7 @@ def timeline(report: RunReport, number: int, several: bool) -> Chart | None:
         axis = drawn.subplots()
         axis.grid(visible=False)
         labels = [short(row.label, 28) for row in line.rows]
-        for place, row in enumerate(line.rows):
-            _row(axis, line, place, row.running, scale)
+        _fill(axis, outlines(line, scale))
         if trainer:
             labels.append("trainer")
             spans = [((t.seconds - t.publish - t.train) / scale, t.train / scale) for t in exact]
@@ -70,38 +69,51 @@ def _note(line: Timeline, trainer: bool) -> str:
     return " ".join(parts)
 
 
-def _row(
-    axis: Any,
-    line: Timeline,
-    place: int,
-    running: dict[int, npt.NDArray[np.float64]],
-    scale: float,
-) -> None:
-    base = np.zeros(line.bins)
+def outlines(line: Timeline, scale: float) -> dict[str, list[npt.NDArray[np.float64]]]:
+    """By colour, the corners of everything that is drawn in it: one shape per colour keeps a
+    drawing of many workers small."""
+    found: dict[str, list[npt.NDArray[np.float64]]] = {}
     edges = np.arange(line.bins + 1) * (line.bin_seconds / scale)
-    floor = place + _HEIGHT / 2
-    for block, amounts in running.items():
-        heights = amounts / line.most_running * _HEIGHT
-        for first, last in stretches(amounts > 1e-3):
-            xs, lows = _steps(edges[first : last + 1], base[first:last])
-            _, highs = _steps(edges[first : last + 1], (base + heights)[first:last])
-            axis.fill_between(
-                xs, floor - lows, floor - highs, color=version_paint(block), linewidth=0
-            )
-        base = base + heights
+    for place, row in enumerate(line.rows):
+        base = np.full(line.bins, place + _HEIGHT / 2)
+        for block, amounts in row.running.items():
+            top = base - amounts / line.most_running * _HEIGHT
+            for first, last in stretches(amounts > 1e-3):
+                xs = np.repeat(edges[first : last + 1], 2)[1:-1]
+                upper = np.column_stack([xs, np.repeat(top[first:last], 2)])
+                lower = np.column_stack([xs, np.repeat(base[first:last], 2)])
+                corners = np.concatenate([_corners(upper), _corners(lower)[::-1]])
+                found.setdefault(version_paint(block), []).append(corners)
+            base = top
+    return found
+
+
+def _corners(steps: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Without the points in the middle of level stretches."""
+    level = np.diff(steps[:, 1]) == 0
+    inner = np.concatenate([[False], level[:-1] & level[1:], [False]])
+    kept: npt.NDArray[np.float64] = steps[~inner]
+    return kept
+
+
+def _fill(axis: Any, drawn: dict[str, list[npt.NDArray[np.float64]]]) -> None:
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    for paint, shapes in drawn.items():
+        vertices = np.concatenate([np.concatenate([shape, shape[:1]]) for shape in shapes])
+        codes = [
+            code
+            for shape in shapes
+            for code in (Path.MOVETO, *[Path.LINETO] * (len(shape) - 1), Path.CLOSEPOLY)
+        ]
+        axis.add_patch(PathPatch(Path(vertices, codes), facecolor=paint, linewidth=0))
 
 
 def stretches(flags: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
     """Begin and end (exclusive) of each stretch of true flags."""
     changes = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
     yield from zip(changes[::2].tolist(), changes[1::2].tolist(), strict=True)
-
-
-def _steps(
-    edges: npt.NDArray[np.floating[Any]], values: npt.NDArray[np.floating[Any]]
-) -> tuple[npt.NDArray[np.floating[Any]], npt.NDArray[np.floating[Any]]]:
-    """Corners of a step function."""
-    return np.repeat(edges, 2)[1:-1], np.repeat(values, 2)
 
 
 def times(report: RunReport, number: int, several: bool) -> Chart | None:

@@ -22,6 +22,7 @@ _VARIABLE = {code: f"var(--{name})" for name, code in PAINT.items()}
 _CODE = re.compile(r"#01f[0-9a-f]{3}")
 _FONT_FAMILY = re.compile(r"\s*font-family:[^;]*;?")
 _REFERENCE = re.compile(r"url\(#([^)]+)\)")
+_DECIMALS = re.compile(r"(\.\d\d)\d+")
 _FONT_SIZE = 12
 
 _STYLE: dict[str, Any] = {
@@ -127,7 +128,7 @@ def _attribute(name: str, value: str, identity: str) -> str:
     if name == "href":
         return f"#{identity}-{value.removeprefix('#')}"
     if name == "d":
-        return " ".join(value.split())
+        return _DECIMALS.sub(r"\1", " ".join(value.split()))
     value = _REFERENCE.sub(rf"url(#{identity}-\1)", value)
     if name == "style":
         value = _FONT_FAMILY.sub("", value)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dora.cli.report_bars import stretches
+from dora.cli.report_bars import outlines, stretches
 from dora.cli.report_page import VERSIONS_SHOWN, key_numbers, render, shown_versions
 from dora.cli.report_text import compact, duration, short, size
 from dora.consumers.report_assembly import CURVE_POINTS
@@ -114,6 +114,18 @@ def test_workers_are_sorted_as_people_count() -> None:
 def test_stretches_of_a_timeline_are_its_true_bins() -> None:
     assert list(stretches(np.array([True, True, False, True]))) == [(0, 2), (3, 4)]
     assert list(stretches(np.zeros(3, dtype=np.bool_))) == []
+
+
+def test_the_area_that_is_drawn_is_what_was_generated(report: RunReport) -> None:
+    line = report.timeline
+
+    def area(corners: np.ndarray) -> float:
+        xs, ys = corners.T
+        return abs(float(np.dot(xs, np.roll(ys, 1)) - np.dot(ys, np.roll(xs, 1)))) / 2
+
+    drawn = sum(area(corners) for shapes in outlines(line, 1.0).values() for corners in shapes)
+    there = sum(float(np.sum(cell)) for row in line.rows for cell in row.running.values())
+    assert drawn == pytest.approx(0.84 * there * line.bin_seconds / line.most_running, rel=0.01)
 
 
 def test_configurations_are_compared_key_by_key() -> None:

@@ -215,6 +215,7 @@ def test_checkpoints_of_several_ranks_are_passed_over(trained: World) -> None:
         (["--set", "window.max_staleness=2"], 2, ["window.max_staleness", "trainer.*"]),
         (["--set", "trainer.loss.knid=gspo"], 2, ["trainer.loss.knid", "kind"]),
         (["--as", "other"], 2, ["--serve"]),
+        (["--trajectory", "g0/0", "--step", "1"], 2, ["goes with none of the others"]),
         (["--serve"], 2, ["--as NEWRUN"]),
     ],
 )

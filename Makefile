@@ -15,7 +15,7 @@ BIN    := .venv/bin
 UV     := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: setup demo chaos test test-unit check format docs requirements clean
+.PHONY: setup demo chaos test test-unit check format docs dashboard requirements clean
 
 setup: .venv/ready .venv/jars
 
@@ -42,6 +42,11 @@ endif
 	$(BIN)/dora broker fetch
 	touch $@
 
+# A browser and Prometheus for the tests that look through them; says so where it cannot.
+.venv/tools: ops/test-tools.sh | .venv/ready
+	sh ops/test-tools.sh
+	touch $@
+
 demo: setup
 	$(BIN)/dora run $(CONFIG)
 
@@ -51,7 +56,7 @@ chaos: setup
 
 # Sessions of their own: vLLM and DeepSpeed each want the process group of their process for
 # themselves, and a chaos run wants the machine.
-test: setup
+test: setup .venv/tools
 	$(BIN)/python -m pytest tests/unit tests/integration -m "not vllm"
 	$(BIN)/python -m pytest tests/integration -m vllm
 	$(BIN)/python -m pytest tests/chaos --timeout=600
@@ -70,11 +75,16 @@ format: .venv/ready
 
 docs: .venv/ready
 	$(BIN)/python docs/generate_configuration.py
+	$(BIN)/python docs/generate_metrics.py
+
+# A picture of the run RUN for the documentation; its Kafka must be up.
+dashboard: .venv/ready
+	$(BIN)/dora status $(RUN) --svg docs/images/dashboard.svg --size 110x32
 
 # Pins every package without recording where it was downloaded from.
 requirements: | $(filter .uv/bin/uv,$(UV))
 	$(UV) pip compile --quiet --upgrade --python-version 3.11 --override requirements/overrides.txt \
-	  --extra cpu --extra math --extra dev --no-header --no-emit-index-url --no-annotate \
+	  --extra cpu --extra math --extra traces --extra dev --no-header --no-emit-index-url --no-annotate \
 	  pyproject.toml requirements/build.in -o requirements/cpu.txt
 
 clean:

@@ -5,15 +5,24 @@ read, before any process starts, with the name of the key. The docstring under e
 documentation (`docs/configuration.md` is generated from them).
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, model_validator
 
 from dora.config_emulation import EmulatedSection
+from dora.config_observability import MetricsSection, TracesSection
 from dora.config_schedule import ScheduleSection
 from dora.config_section import Hook, Positive, Seconds, Section
-from dora.config_training import LoraSection, RecoverySection, TrainerSection, check_streaming
+from dora.config_training import (
+    EvaluationSection,
+    LoraSection,
+    RecoverySection,
+    TrainerSection,
+    WeightsSection,
+    check_streaming,
+)
 
 BYTES_PER_TOKEN = 16
 """What a token of a trajectory record takes at most: id, log-probability, mask and its text."""
@@ -224,25 +233,6 @@ class RolloutSection(Section):
         return self
 
 
-class WeightsSection(Section):
-    """Where policy versions are stored."""
-
-    store: str | None = None
-    """URL of the weight store (`file:///...`, or anything that fsspec opens); by default the
-    directory `weights` of the run."""
-    keep: Positive = 2
-    """Versions kept beyond those of the window."""
-
-
-class EvaluationSection(Section):
-    """Held-out prompts, sampled as in training."""
-
-    prompts: Annotated[int, Field(ge=0)] = 0
-    """Held-out prompts per evaluation; 0 is none."""
-    every: Annotated[int, Field(ge=0)] = 0
-    """Steps between evaluations; the first and the last version are always evaluated."""
-
-
 class Config(Section):
     """One run."""
 
@@ -268,6 +258,10 @@ class Config(Section):
     """Weight store."""
     evaluation: EvaluationSection = EvaluationSection()
     """Evaluation."""
+    metrics: MetricsSection = MetricsSection()
+    """Metrics."""
+    traces: TracesSection = TracesSection()
+    """Traces."""
     home: Path = Path(".")
     """Directory that hooks and relative data paths are looked for in; set to the configuration
     file's own when it is read."""
@@ -393,3 +387,15 @@ class Config(Section):
             for key in ("synthetic_prompts", "synthetic_prompt_tokens"):
                 identity["task"][key] = data["task"][key]
         return identity
+
+    def recorded(self) -> dict[str, Any]:
+        """The whole configuration as the ledger keeps it, so that a run can be replayed without its
+        file. How Kafka is reached (addresses, properties) and credentials in a URL are left out."""
+        data = self.model_dump(mode="json")
+        for key in ("bootstrap_servers", "properties"):
+            data["kafka"].pop(key)
+        for section, key in (("weights", "store"), ("traces", "endpoint")):
+            url = data[section][key]
+            if url is not None and "@" in url:
+                data[section][key] = re.sub(r"(?<=://)[^/]*@", "", url)
+        return data

@@ -131,6 +131,14 @@ def load_kafka_section(
     return draft.validate(KafkaSection, "Kafka options", section, ("kafka",))
 
 
+def apply_sets(config: Config, sets: Sequence[str]) -> Config:
+    """`config` with `section.key=value` assignments; ConfigError lists everything that is wrong."""
+    draft = _Draft(config.model_dump(), {})
+    for assignment in sets:
+        draft.apply_set(assignment)
+    return draft.validate(Config, "the configuration with --set")
+
+
 class _Draft:
     """A configuration that is being put together, and where each of its values was set."""
 

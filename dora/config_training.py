@@ -123,6 +123,25 @@ class RecoverySection(Section):
     deterministic."""
 
 
+class WeightsSection(Section):
+    """Where policy versions are stored."""
+
+    store: str | None = None
+    """URL of the weight store (`file:///...`, or anything that fsspec opens); by default the
+    directory `weights` of the run."""
+    keep: Positive = 2
+    """Versions kept beyond those of the window."""
+
+
+class EvaluationSection(Section):
+    """Held-out prompts, sampled as in training."""
+
+    prompts: Annotated[int, Field(ge=0)] = 0
+    """Held-out prompts per evaluation; 0 is none."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations; the first and the last version are always evaluated."""
+
+
 def check_streaming(trainer: TrainerSection, dtype: str, colocated: bool) -> None:
     """ValueError if a trainer cannot stream (`trainer.streamed`) policies of this `dtype`."""
     if trainer.ranks > 1:

@@ -22,13 +22,15 @@ def coordinator(config: Config) -> None:
     from dora.bus.topics import TopicAdmin, topic_plan
     from dora.consumers.continuation import check_recorded
     from dora.producers.coordinator import Coordinator
+    from dora.telemetry.start import observed
 
     log_to_stderr()
     settings = cluster_settings(config.kafka)
     TopicAdmin(settings).verify(topic_plan(config))
     check_recorded(config, settings)
     stop = stop_on_signals()
-    Coordinator(config, settings).run(stop)
+    with observed(config, "coordinator", "coordinator"):
+        Coordinator(config, settings).run(stop)
 
 
 def stop_on_signals() -> threading.Event:

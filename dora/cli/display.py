@@ -212,7 +212,7 @@ def waiting_lines(snapshot: Snapshot) -> list[str]:
 
 
 def _headline(snapshot: Snapshot) -> Text:
-    text = Text.assemble((snapshot.run, "bold"), "  ", _state(snapshot.health))
+    text = Text.assemble((snapshot.run, "bold"), "  ", state_text(snapshot.health))
     if snapshot.started_ms is not None:
         end = snapshot.time_ms
         if snapshot.health in ("complete", "stopped") and snapshot.last_ms:
@@ -314,18 +314,19 @@ def _processes(processes: Sequence[ProcessView], children: Sequence[ChildView]) 
             what = f"[restarts: {child.restarts}] {what}"
         table.add_row(
             process.process,
-            _state(state),
+            state_text(state),
             str(process.version) if process.version >= 0 else "",
             f"{process.running}/{process.capacity}" if process.capacity else "",
             duration(process.age_seconds),
             Text(what),
         )
     for child in local.values():
-        table.add_row(child.name, _state(child.state), "", "", "", Text(child.note))
+        table.add_row(child.name, state_text(child.state), "", "", "", Text(child.note))
     return table
 
 
-def _state(state: str) -> Text:
+def state_text(state: str) -> Text:
+    """A state or health in its colour."""
     return Text(state, style=_COLOURS.get(state, ""))
 
 

@@ -35,7 +35,13 @@ COMMANDS: dict[str, Entry] = {
     "run": Entry("dora.cli.run:run", "Run everything on this machine, with live progress."),
     "status": Entry("dora.cli.status:status", "Show window, backlog, workers and rates of a run."),
     "tail": Entry("dora.cli.tail:tail", "Follow the records of a run, decoded."),
+    "replay": Entry(
+        "dora.cli.replay:replay", "Train from the log again, or feed a trainer from it."
+    ),
     "audit": Entry("dora.cli.audit:audit", "Prove consistency and exactly-once from the log."),
+    "rescore": Entry("dora.cli.rescore:rescore", "Score logged trajectories with a new verifier."),
+    "inspect": Entry("dora.cli.inspect_command:inspect", "List trajectories, or look at one."),
+    "report": Entry("dora.cli.report:report", "Write a run as one HTML file with plots."),
     "broker": Entry("dora.cli.broker:broker", "Start, stop and inspect the local Kafka broker."),
     "topics": Entry("dora.cli.topics:topics", "Create, describe and delete a run's topics."),
     "coordinator": Entry("dora.cli.coordinator:coordinator", "Run the coordinator of a run."),

@@ -37,6 +37,7 @@ def rollout(config: Config, worker_id: str | None, workers: int | None) -> None:
     from dora.bus.topics import TopicAdmin, topic_plan
     from dora.consumers.continuation import check_recorded
     from dora.producers.rollout import run_workers
+    from dora.telemetry.start import observed
 
     log_to_stderr()
     settings = cluster_settings(config.kafka)
@@ -44,4 +45,5 @@ def rollout(config: Config, worker_id: str | None, workers: int | None) -> None:
     check_recorded(config, settings)
     name = worker_id or f"{socket.gethostname()}-{os.getpid()}"
     count = workers or config.rollout.workers_per_process
-    run_workers(config, settings, name, stop_on_signals(), count=count)
+    with observed(config, "rollout", name):
+        run_workers(config, settings, name, stop_on_signals(), count=count)

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import click
@@ -10,12 +12,14 @@ from rich.console import Console
 from rich.live import Live
 
 from dora.bus.settings import cluster_settings
-from dora.cli.display import render
+from dora.cli.dashboard import Dashboard, write_svg
+from dora.cli.display import PlainDisplay, render
 from dora.cli.options import json_option, kafka_options, print_line
 from dora.config import KafkaSection
 from dora.consumers.emulation_check import late_share
 from dora.consumers.monitor import RunMonitor
 from dora.consumers.snapshot import Snapshot
+from dora.errors import UsageError
 
 # Trajectory records read at most for a look; a longer history is read from the window on.
 HISTORY_RECORDS = 200_000
@@ -23,10 +27,19 @@ HISTORY_RECORDS = 200_000
 WATCH_SECONDS = 3.0
 
 
+def _size(context: click.Context, parameter: click.Parameter, text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9]\d{1,3})x([1-9]\d{0,3})", text)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not COLUMNSxLINES, such as 100x30", context)
+    return int(match[1]), int(match[2])
+
+
 @click.command()
 @click.argument("run")
 @kafka_options
-@click.option("--watch", is_flag=True, help="Follow until interrupted.")
+@click.option(
+    "--watch", is_flag=True, help="Follow until interrupted; on a terminal, as a dashboard."
+)
 @click.option(
     "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, metavar="SECONDS"
 )
@@ -38,6 +51,20 @@ WATCH_SECONDS = 3.0
     metavar="SECONDS",
     help="A process silent for longer is shown as silent.",
 )
+@click.option(
+    "--svg",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the dashboard as a picture instead.",
+)
+@click.option(
+    "--size",
+    callback=_size,
+    default="100x30",
+    show_default=True,
+    metavar="COLUMNSxLINES",
+    help="Size of that picture.",
+)
 @json_option
 def status(
     run: str,
@@ -45,12 +72,17 @@ def status(
     watch: bool,
     interval: float,
     heartbeat_timeout: float,
+    svg: Path | None,
+    size: tuple[int, int],
     as_json: bool,
 ) -> None:
     """Show window, backlog per version, workers, rates and staleness of RUN.
 
-    Says whether the run goes on, and if not, why. With --watch and --json one object a line.
+    Says whether the run goes on, and if not, why. With --watch: a dashboard on a terminal, a line
+    for each step and change elsewhere, and with --json one object a line.
     """
+    if svg is not None and (watch or as_json):
+        raise UsageError("--svg writes one picture: leave --watch and --json out")
     monitor = RunMonitor(
         cluster_settings(kafka),
         run,
@@ -65,15 +97,37 @@ def status(
             while watch:
                 _follow(monitor, interval)
                 print_line(json.dumps(as_object(monitor.snapshot())))
+        elif svg is not None:
+            try:
+                svg.write_text(write_svg(monitor.snapshot(), *size))
+            except OSError as error:
+                raise UsageError(f"--svg {svg} cannot be written: {error.strerror}") from error
         elif watch:
-            with Live(render(monitor.snapshot()), auto_refresh=False) as live:
-                while True:
-                    _follow(monitor, interval)
-                    live.update(render(monitor.snapshot()), refresh=True)
+            _watch(monitor, interval)
         else:
             Console().print(render(monitor.snapshot()))
     finally:
         monitor.close()
+
+
+def _watch(monitor: RunMonitor, interval: float) -> None:
+    """Until interrupted; the last picture stays on the terminal."""
+    console = Console()
+    if not console.is_terminal:
+        with PlainDisplay(console) as plain:
+            while True:
+                plain.update(monitor.snapshot(), ())
+                _follow(monitor, interval)
+    try:
+        with Live(
+            Dashboard(monitor.snapshot()), console=console, screen=True, auto_refresh=False
+        ) as live:
+            live.refresh()
+            while True:
+                _follow(monitor, interval)
+                live.update(Dashboard(monitor.snapshot()), refresh=True)
+    finally:
+        console.print(render(monitor.view.snapshot(time.time_ns() // 1_000_000)))
 
 
 def as_object(snapshot: Snapshot) -> dict[str, Any]:

@@ -5,8 +5,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from dora.bus.reader import BEGINNING, END, LogReader, Message
 from dora.bus.settings import ClusterSettings, cluster_settings
@@ -15,6 +17,7 @@ from dora.cli.options import json_option, kafka_options, print_line
 from dora.cli.record_lines import as_line, as_object, version_of
 from dora.config import KafkaSection
 from dora.core.ring import slot_partitions
+from dora.errors import UsageError
 from dora.schemas.records import Policy, RunStarted
 
 TOPICS = ("chunks", "trajectories", "steps", "policies", "workers", "dispatch", "dead-letters")
@@ -67,17 +70,43 @@ def _origin(context: click.Context, parameter: click.Parameter, text: str) -> Or
     help="Where to begin: -N shows the last N records, OFFSET counts in each partition.",
 )
 @click.option("--version", type=click.IntRange(min=0), help="Only records of this policy version.")
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="End after N records.")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="End after N records; with --text after N finished trajectories.",
+)
 @click.option("--exit", "stop_at_end", is_flag=True, help="End when all there is has been shown.")
+@click.option("--text", is_flag=True, help="Show responses as they are generated.")
+@click.option("--trajectory", metavar="ID", help="With --text: only this one, from its beginning.")
+@click.option(
+    "--rows",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With --text: trajectories on the terminal at once; by default as many as fit.",
+)
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="With --text: the run's configuration, if its ledger has not recorded it.",
+)
 @kafka_options
 @json_option
+@click.pass_context
 def tail(
+    context: click.Context,
     run: str,
     kind: str,
     origin: Origin,
     version: int | None,
     limit: int | None,
     stop_at_end: bool,
+    text: bool,
+    trajectory: str | None,
+    rows: int | None,
+    config_file: Path | None,
     kafka: KafkaSection,
     as_json: bool,
 ) -> None:
@@ -85,7 +114,23 @@ def tail(
 
     Columns: time, partition@offset, record. Only committed records are shown. With --json one
     object a line, with all fields.
+
+    With --text the responses themselves, while they are generated: several at once on a terminal,
+    a line for each new piece elsewhere.
     """
+    given = {
+        name
+        for name in ("kind", "origin", "trajectory", "rows", "config_file")
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    }
+    if text:
+        _tail_text(
+            given, run, origin, version, limit, stop_at_end, trajectory, rows, config_file, kafka,
+            as_json,
+        )  # fmt: skip
+        return
+    if given & {"trajectory", "rows", "config_file"}:
+        raise UsageError("--trajectory, --rows and --config are for --text")
     settings = cluster_settings(kafka)
     topics = RunTopics(run)
     topic = {name: f"{run}.{name}" for name in TOPICS}[kind]
@@ -103,6 +148,42 @@ def tail(
             print_line(json.dumps(as_object(message)) if as_json else as_line(message))
     finally:
         reader.close()
+
+
+def _tail_text(
+    given: set[str],
+    run: str,
+    origin: Origin,
+    version: int | None,
+    limit: int | None,
+    stop_at_end: bool,
+    trajectory: str | None,
+    rows: int | None,
+    config_file: Path | None,
+    kafka: KafkaSection,
+    as_json: bool,
+) -> None:
+    from dora.cli.tail_text import TextOptions, tail_text
+
+    if "kind" in given:
+        raise UsageError("--text shows chunks and trajectories: leave --topic out")
+    if origin.last is not None or origin.offset >= 0:
+        raise UsageError("--text begins at the beginning or at the end: -o beginning, -o end")
+    beginning = origin.offset == BEGINNING or (trajectory is not None and "origin" not in given)
+    tail_text(
+        TextOptions(
+            run=run,
+            beginning=beginning,
+            version=version,
+            trajectory=trajectory,
+            limit=limit,
+            rows=rows,
+            stop_at_end=stop_at_end,
+            as_json=as_json,
+            config_file=config_file,
+        ),
+        kafka,
+    )
 
 
 def _messages(

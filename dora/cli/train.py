@@ -33,6 +33,7 @@ def train(config: Config) -> None:
     from dora.bus.settings import cluster_settings
     from dora.consumers.ranks import Member, joined
     from dora.consumers.trainer import Trainer
+    from dora.telemetry.start import observed
 
     settings = cluster_settings(config.kafka)
     stop = stop_on_signals()  # looked at by rank 0 only, which the others follow
@@ -43,4 +44,5 @@ def train(config: Config) -> None:
 
             RankFollower(config, settings, ranks).run()
         else:
-            Trainer(config, settings, ranks).run(stop)
+            with observed(config, "trainer", "trainer", settings):
+                Trainer(config, settings, ranks).run(stop)

@@ -20,6 +20,7 @@ from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.errors import BusError
 from dora.schemas.records import ProcessState, Status
+from dora.telemetry.meter import meter
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,9 @@ class Heartbeat:
         if not force and now - self._sent_at < self._interval:
             return
         self._sent_at = now
-        self._writer.send(self._topic, self.status(), key=PROCESS)
+        status = self.status()
+        meter().heard(status)
+        self._writer.send(self._topic, status, key=PROCESS)
         self._writer.poll()
 
     def status(self) -> Status:
@@ -98,7 +101,7 @@ class Heartbeat:
             created_ms=time.time_ns() // 1_000_000,
             message=self._message,
             version=self.version,
-            metrics={"steps_target": self._target, **self.metrics},
+            metrics={"steps_target": self._target, **self.metrics, **meter().said},
             host=socket.gethostname(),
             pid=os.getpid(),
         )

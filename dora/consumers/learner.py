@@ -375,3 +375,8 @@ class Learner:
         self._order("load", directory=str(directory.absolute()))
         with together(self._ranks):
             self.updates = learner_files.load(self._engine, directory, self.world, self._stage)
+        # the checkpoint holds those it was written with, and a replay may try others
+        section = self._config.trainer.optimizer
+        for group in self._engine.optimizer.param_groups:
+            group["betas"], group["eps"] = section.betas, section.eps
+            group["weight_decay"] = section.weight_decay

@@ -25,6 +25,7 @@ from dora.core.state import RunState
 from dora.core.window import Window
 from dora.errors import DeadlineError, FencedError, RunError
 from dora.schemas.records import GroupRef, Policy, RunStarted, Step
+from dora.telemetry.meter import meter
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +153,7 @@ def first_entry(config: Config, cluster_id: str, topic_ids: dict[str, str]) -> R
         cluster_id=cluster_id,
         topic_ids=topic_ids,
         created_ms=time.time_ns() // 1_000_000,
+        config=json.dumps(config.recorded()),
     )
 
 
@@ -318,6 +320,7 @@ class LedgerWriter:
                         transaction.send_offsets(f"{self._run}.trainer", read)
                     faults.point("trainer.inside_transaction", transaction.flush)
             except TransactionAbortedError as error:
+                meter().count("dora_trainer_commit_failures_total")
                 if attempt == COMMIT_ATTEMPTS:
                     raise
                 log.warning("commit %d of %d failed: %s", attempt, COMMIT_ATTEMPTS, error)

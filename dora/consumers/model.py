@@ -29,6 +29,21 @@ class PolicyModel(nn.Module):
         parameters = inspect.signature(model.forward).parameters
         self._selects_logits = "logits_to_keep" in parameters
 
+    def logits(
+        self,
+        token_ids: torch.Tensor,
+        columns: torch.Tensor,
+        rows: torch.Tensor,
+        column_index: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits [N, V] from which each generated token is drawn; see MicroBatch for the
+        arguments."""
+        if self._selects_logits:
+            logits = self.model(token_ids, logits_to_keep=columns, use_cache=False).logits
+        else:
+            logits = self.model(token_ids, use_cache=False).logits[:, columns]
+        return logits[rows, column_index]
+
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -41,12 +56,8 @@ class PolicyModel(nn.Module):
         top_k: int,
     ) -> torch.Tensor:
         """Log-probabilities [N] of `targets`; see MicroBatch for the other arguments."""
-        if self._selects_logits:
-            logits = self.model(token_ids, logits_to_keep=columns, use_cache=False).logits
-        else:
-            logits = self.model(token_ids, use_cache=False).logits[:, columns]
         return token_logprobs(
-            logits[rows, column_index],
+            self.logits(token_ids, columns, rows, column_index),
             targets,
             temperature=temperature,
             top_p=top_p,

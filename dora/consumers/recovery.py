@@ -26,6 +26,7 @@ from dora.consumers.planner import prepare_samples
 from dora.consumers.shares import Place
 from dora.errors import BusError, DeadlineError, RunError, WeightsError
 from dora.schemas.records import GroupRef, Step, Trajectory
+from dora.telemetry.meter import meter
 from dora.weights.store import WeightStore
 
 if TYPE_CHECKING:
@@ -337,3 +338,4 @@ class Recovery:
                 "Restore that, or give run.name another value.",
             ) from error
         self._learner.update(groups, step.version_in, places=places_of(step.trained))
+        meter().count("dora_trainer_redone_steps_total")

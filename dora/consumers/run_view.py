@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from dora.bus.reader import Message, Unreadable
 from dora.consumers.process_view import ProcessView
+from dora.consumers.recent_incidents import RecentIncidents
 from dora.consumers.snapshot import EvaluationPoint, Snapshot, StepPoint, VersionBacklog, assess
 from dora.consumers.waits import Sent, Sign, Wait, blocking, explain, starved
 from dora.core.groups import Group
@@ -55,6 +56,7 @@ class RunView:
         self._statuses: dict[str, Status] = {}
         self._steps: list[StepPoint] = []
         self._spans = VersionSpans()
+        self._incidents = RecentIncidents()
         self._recent: deque[tuple[int, int]] = deque()
         self._last_ms: int | None = None
         self._admitted_ms: dict[str, int] = {}
@@ -68,6 +70,8 @@ class RunView:
         """Fold one message of any of the run's topics."""
         value = message.value
         place = f"{message.topic}[{message.partition}]@{message.offset}"
+        if not isinstance(value, Unreadable):
+            self._incidents.take(value)
         try:
             match value:
                 case Unreadable():
@@ -163,6 +167,7 @@ class RunView:
             problems=tuple(self._problems),
             whole_history=self.whole_history,
             live_versions_max=self._spans.most_at_once(),
+            incidents=self._incidents.newest(),
         )
 
     def blocking(self) -> list[tuple[Group, int]]:

@@ -5,7 +5,7 @@ Invariant: a fold of the records alone. It depends on no clock but those that wr
 nothing of a trajectory's tokens is kept.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,19 +103,7 @@ class ScheduleLog:
         """Who generated what when: an attempt lasts from its start until the next attempt at the
         trajectory was ordered, until the trajectory was finished, or until `end_ms`."""
         for identity, attempts in self.orders.items():
-            finished = self.generated.get(identity)
-            numbers = sorted(attempts)
-            for number, following in zip(numbers, [*numbers[1:], None], strict=True):
-                order = attempts[number]
-                start, end = order.created_ms, end_ms
-                if following is not None:
-                    end = attempts[following].created_ms
-                if finished is not None:
-                    end = min(end, finished.generated_ms)
-                    if finished.attempt == number:
-                        start = max(start, finished.started_ms)
-                if end > start:
-                    yield Occupancy(order.worker, order.version, start, min(end, end_ms))
+            yield from attempt_spans(attempts, self.generated.get(identity), end_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +114,25 @@ class Occupancy:
     version: int
     start_ms: int
     end_ms: int
+
+
+def attempt_spans(
+    attempts: Mapping[int, Ordered], finished: Generated | Trajectory | None, end_ms: int
+) -> Iterator[Occupancy]:
+    """The occupancies of one trajectory: its start commands by attempt, and how it ended, if it
+    did. See `ScheduleLog.occupancies`."""
+    numbers = sorted(attempts)
+    for number, following in zip(numbers, [*numbers[1:], None], strict=True):
+        order = attempts[number]
+        start, end = order.created_ms, end_ms
+        if following is not None:
+            end = attempts[following].created_ms
+        if finished is not None:
+            end = min(end, finished.generated_ms)
+            if finished.attempt == number:
+                start = max(start, finished.started_ms)
+        if end > start:
+            yield Occupancy(order.worker, order.version, start, min(end, end_ms))
 
 
 def read_schedule_log(settings: ClusterSettings, run: str, deadline: float) -> ScheduleLog:

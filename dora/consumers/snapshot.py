@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dora.consumers.process_view import ProcessView
+from dora.consumers.recent_incidents import RecentIncident
 from dora.consumers.waits import Wait
 
 Health = Literal["not started", "starting", "running", "stalled", "complete", "stopped"]
@@ -100,6 +101,7 @@ class Snapshot:
     problems: tuple[str, ...]
     whole_history: bool
     live_versions_max: int
+    incidents: tuple[RecentIncident, ...] = ()
 
     @property
     def step(self) -> int:

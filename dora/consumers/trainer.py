@@ -35,6 +35,7 @@ from dora.consumers.publication import Publisher
 from dora.consumers.ranks import Leader
 from dora.consumers.recovery import Deviation, Recovery, places_of
 from dora.consumers.retention import check_ledger, check_retention
+from dora.consumers.step_reports import StepReports
 from dora.consumers.weight_users import WeightUsers
 from dora.core.roster import GONE
 from dora.core.window import Window
@@ -48,6 +49,7 @@ from dora.schemas.records import (
     Step,
     Trajectory,
 )
+from dora.telemetry.meter import meter
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +94,7 @@ class Trainer:
         self._weight_users = WeightUsers(config, settings)
         self._writer = LogWriter(settings, client_id=PROCESS)
         self._heartbeat = Heartbeat(config, self._writer)
+        self._reports = StepReports(config)
         self._ledger = LedgerWriter(
             self._run,
             self._heartbeat.incarnation,
@@ -135,6 +138,7 @@ class Trainer:
             self._reader.close()
             self._weight_users.close()
             self._writer.close()
+            self._reports.close()
 
     def _report_failure(self, error: DoraError) -> None:
         try:
@@ -164,6 +168,8 @@ class Trainer:
         check_retention(self._reader, self._topics, history, self._state.newest, self._window)
         self._policies = history.policies
         self._heartbeat.version = self._state.newest
+        if history.started is not None:
+            self._reports.begin(history.started, history.recent, self._state.newest)
         if self._complete:
             return False
         self._heartbeat.say("loading", "loading the model")
@@ -222,6 +228,7 @@ class Trainer:
         self._publisher.announced(policy, None)
         self._policies[0] = policy
         self._heartbeat.version = 0
+        self._reports.begin(started, (), 0)
         log.info("run %s begins with version 0, %d parameters", self._run, self._learner.parameters)
 
     def _take_step(self, stop: threading.Event) -> None:
@@ -280,6 +287,7 @@ class Trainer:
 
     def _committed(self, step: Step) -> None:
         self._planner.committed(step)
+        self._reports.committed(step)
         self._heartbeat.version = self._state.newest
         self._heartbeat.beat()
 
@@ -335,6 +343,7 @@ class Trainer:
                 case _:
                     pass
         self._live_versions = max(self._live_versions, len(self._state.live_versions()))
+        meter().window(self._state, self._read)
 
     def _admit(self, admission: Admission, message: Message) -> None:
         place = f"{message.topic} offset {message.offset}"
@@ -372,6 +381,7 @@ class Trainer:
                 "written by a newer dora.",
             )
         log.warning("%s cannot be read (%s): %s", place, value.code, value.reason)
+        meter().count("dora_process_dead_letters_total", value=value.code)
         letter = DeadLetter(
             run=self._run,
             code=value.code,

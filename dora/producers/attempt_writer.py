@@ -12,6 +12,7 @@ from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.core.ring import partition
 from dora.producers.generation import Attempt
+from dora.telemetry.meter import meter
 
 
 class AttemptWriter:
@@ -31,21 +32,27 @@ class AttemptWriter:
         ready = attempt.ready
         if not last and ready < (1 if cut else self._chunk_tokens):
             return
-        now_ms = self._now_ms()
+        now_ms, trace = self._now_ms(), attempt.trace
         for chunk in (*attempt.repeated(now_ms), attempt.chunk(now_ms, last=last)):
             self._writer.send(
                 self._topics.chunks,
                 chunk,
                 key=chunk.trajectory_id,
                 partition=self._partition(attempt),
+                trace=None if trace is None else trace.of_chunks,
             )
+            if trace is not None:
+                trace.chunk(chunk)
             faults.point("worker.chunk_sent")
 
     def handover(self, attempt: Attempt) -> None:
         """Tell whoever starts the trajectory elsewhere what this attempt had; its chunks must be
         acknowledged."""
         whole = attempt.whole(self._now_ms())
-        self._writer.send(self._topics.handovers, whole, key=whole.trajectory_id, partition=0)
+        trace = None if attempt.trace is None else attempt.trace.of_chunks
+        self._writer.send(
+            self._topics.handovers, whole, key=whole.trajectory_id, partition=0, trace=trace
+        )
 
     def trajectory(
         self,
@@ -60,12 +67,17 @@ class AttemptWriter:
         trajectory = attempt.trajectory(
             engine=engine, reward=reward, parts=parts, error=error, text=text, now_ms=self._now_ms()
         )
+        trace = attempt.trace
         self._writer.send(
             self._topics.trajectories,
             trajectory,
             key=trajectory.trajectory_id,
             partition=self._partition(attempt),
+            trace=None if trace is None else trace.of_trajectory,
         )
+        if trace is not None:
+            trace.scored(trajectory.generated_ms, trajectory.created_ms, reward, error)
+        meter().count("dora_worker_trajectories_total", value=trajectory.finish_reason)
         faults.point("worker.trajectory_sent")
 
     def _partition(self, attempt: Attempt) -> int:

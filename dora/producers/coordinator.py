@@ -28,6 +28,7 @@ from dora.core.roster import GONE
 from dora.core.schedules import Schedule
 from dora.core.window import Window
 from dora.errors import DeadlineError
+from dora.producers.group_traces import GroupTraces
 from dora.producers.prompt_identity import prompt_identity
 from dora.producers.record_maker import RecordMaker
 from dora.producers.run_fold import RunFold
@@ -40,6 +41,7 @@ from dora.schemas.records import (
     Status,
     Trajectory,
 )
+from dora.telemetry.meter import meter
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ class Coordinator:
         self._run = config.run.name
         self._topics = RunTopics(self._run)
         self._records = RecordMaker(config, now_ms)
+        self._traces = GroupTraces(sampled=config.traces.endpoint is not None)
         self._incarnation = uuid.uuid4().hex
         self._beat_at = float("-inf")
         # fences an older coordinator before anything is read, so that what is read is complete
@@ -97,6 +100,7 @@ class Coordinator:
             prompt_identity(config) if config.schedule.longest_first else None,
         )
         self._fold = RunFold(config, settings, self._coordination, clock)
+        self._ticked_at: float | None = None
         self._scanner = ChunkScanner(settings, mixed=config.schedule.kind == "partial")
         self._writer = LogWriter(settings, client_id="coordinator")
 
@@ -145,34 +149,47 @@ class Coordinator:
 
     def _decide(self) -> None:
         """One tick: everything that is due, in one transaction."""
-        decision = self._coordination.decide(self._clock())
+        began, began_ms = self._clock(), self._now_ms()
+        decision = self._coordination.decide(began)
         records = self._records.of_decision(decision)
         try:
             self._commit(records)
         except TransactionAbortedError as error:
             log.warning("nothing of this tick took effect: %s", error)
+            meter().count("dora_coordinator_commit_failures_total")
             return
         self._report(decision)
-        self._coordination.committed(decision, records, self._clock())
+        now = self._clock()
+        self._coordination.committed(decision, records, now)
+        self._measure(records, began, now)
+        self._traces.told(records, began_ms, self._now_ms())
+
+    def _measure(self, records: list[Record], began: float, now: float) -> None:
+        meter().decided(records)
+        meter().observe("dora_coordinator_decision_seconds", now - began)
+        if self._ticked_at is not None:
+            meter().observe("dora_coordinator_tick_lag_seconds", now - self._ticked_at)
+        self._ticked_at = now
 
     def _commit(self, records: list[Record]) -> None:
         if not records:
             return
         topics = self._topics
+        self._traces.run_id = self._fold.run_id
         with self._transactions.transaction() as transaction:
             for record in records:
                 if isinstance(record, Admission):
-                    transaction.send(
-                        topics.dispatch, record, key=record.group_id, partition=JOURNAL
-                    )
+                    topic, key, index = topics.dispatch, record.group_id, JOURNAL
                 elif isinstance(record, Command):
-                    index = worker_partition(record.worker, self._config.kafka.dispatch_partitions)
-                    transaction.send(topics.dispatch, record, key=record.worker, partition=index)
+                    topic, key = topics.dispatch, record.worker
+                    index = worker_partition(key, self._config.kafka.dispatch_partitions)
                 elif isinstance(record, Trajectory):
+                    topic, key = topics.trajectories, record.trajectory_id
                     index = self._partition(record.policy_version, record.group_id)
-                    transaction.send(
-                        topics.trajectories, record, key=record.trajectory_id, partition=index
-                    )
+                else:
+                    continue
+                trace = self._traces.header(record.group_id)
+                transaction.send(topic, record, key=key, partition=index, trace=trace)
             faults.point("coordinator.inside_transaction", transaction.flush)
         faults.point("coordinator.after_transaction")
 
@@ -222,7 +239,12 @@ class Coordinator:
         if not force and now - self._beat_at < self._config.rollout.heartbeat_seconds:
             return
         self._beat_at = now
-        self._writer.send(self._topics.workers, self._status(state), key="coordinator")
+        status = self._status(state)
+        meter().heard(status)
+        meter().workers(
+            self._coordination.roster, now, self._config.rollout.heartbeat_timeout_seconds
+        )
+        self._writer.send(self._topics.workers, status, key="coordinator")
         if state == "stopped":
             try:
                 self._writer.flush(self._config.kafka.request_timeout_seconds)
@@ -254,6 +276,7 @@ class Coordinator:
                 "outstanding": float(run_state.outstanding_total),
                 "live_versions": float(len(run_state.live_versions())),
                 "next_ordinal": float(run_state.next_ordinal),
+                **meter().said,
             },
             host=socket.gethostname(),
             pid=os.getpid(),

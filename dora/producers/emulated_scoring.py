@@ -16,6 +16,8 @@ class EmulatedScorer:
     def __init__(self, success_rate: float) -> None:
         self._success_rate = success_rate
         self._scored: list[Scored] = []
+        self.verifier_seconds = 0.0
+        """As a `Scorer` says it: nothing is verified here."""
 
     @property
     def pending(self) -> int:

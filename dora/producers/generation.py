@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dora.producers.attempt_trace import AttemptTrace
 from dora.producers.engines.base import Delta, Request
 from dora.producers.engines.base import Sampling as EngineSampling
 from dora.producers.tasks.base import Prompt
@@ -41,7 +42,8 @@ class Attempt:
 
     `version` generates its next tokens. `resumed` counts the tokens that were taken over from an
     earlier attempt, `emitted` the tokens that are in chunks of this one already. `progress_at` is
-    when the last token came, in seconds of the worker's clock.
+    when the last token came, in seconds of the worker's clock. `trace` is None where the command
+    named no trace.
     """
 
     command: Command
@@ -60,6 +62,7 @@ class Attempt:
     finish_reason: FinishReason | None = None
     generated_ms: int = 0
     error: str | None = None
+    trace: AttemptTrace | None = None
 
     def __post_init__(self) -> None:
         command = self.command

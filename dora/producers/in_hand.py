@@ -17,6 +17,7 @@ from dora.producers.generation import Attempt
 from dora.producers.reporter import Reporter
 from dora.producers.scoring import Scored, Scorer
 from dora.producers.tokenization import Tokenizer
+from dora.telemetry.meter import meter
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class InHand:
         if attempt.finish_reason == "error":
             self.fail(attempt, "generation_failed", attempt.error or "the engine gave no reason")
         elif attempt.finish_reason is not None:
+            self._generated(attempt, attempt.finish_reason)
             text = self._tokenizer.decode(attempt.tokens)
             self._scorer.submit(delta.request_id, text, attempt.prompt.item)
 
@@ -88,6 +90,7 @@ class InHand:
         """The attempt, which is in hand, cannot be generated: its trajectory says so."""
         attempt.finish_reason = "error"
         self._reporter.dead_letter(code, reason, trajectory_id=attempt.command.trajectory_id)
+        self._generated(attempt, code)
         self._write(attempt, None, {}, f"{code}: {reason}")
 
     def hand_back(self, attempt: Attempt, *, move: bool = False) -> None:
@@ -97,10 +100,15 @@ class InHand:
         One that was interrupted by versions (`partial`) is found in the chunks only."""
         self._abort(attempt)
         self._output.chunk(attempt, last=True)
+        self._generated(attempt, "moved" if move else "handed back")
         del self._attempts[attempt.command.trajectory_id]
         if move and len(attempt.runs) <= 1:
             self._moving.append(attempt)
             self._reporter.count("moved_total")
+
+    def _generated(self, attempt: Attempt, outcome: str) -> None:
+        if attempt.trace is not None:
+            attempt.trace.generated(attempt, self._now_ms(), outcome)
 
     def interrupt(self, attempt: Attempt) -> None:
         """Take an attempt out of its engine; its next tokens are of another version."""
@@ -175,6 +183,8 @@ class InHand:
                 payload=self._tokenizer.decode(attempt.tokens).encode(),
             )
         error = None if scored.reward is not None else f"{scored.error_code}: {scored.error}"
+        waited_ms = max(0, self._now_ms() - attempt.generated_ms)
+        meter().observe("dora_worker_scoring_seconds", waited_ms / 1000)
         self._write(attempt, scored.reward, scored.parts, error)
 
     def _write(

@@ -15,6 +15,7 @@ from dora.bus.topics import RunTopics
 from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.schemas.records import DeadLetter, ProcessState, Status
+from dora.telemetry.meter import meter
 
 log = logging.getLogger(__name__)
 
@@ -72,18 +73,17 @@ class Reporter:
             self.metrics["tokens_per_second"] = (total - self._rate_tokens) / (now - self._rate_at)
             self._rate_at, self._rate_tokens = now, total
         running = tuple(running)
-        self._writer.send(
-            self._topics.workers,
-            Status(
-                run=self._config.run.name, process=self._name, role="rollout",
-                incarnation=self.incarnation, state=self.state, created_ms=self._now_ms(),
-                message=self._said(idle=not running), version=-1 if version is None else version,
-                versions=versions, capacity=self._config.rollout.capacity, loading=loading,
-                running=running, command_offset=command_offset, metrics=dict(self.metrics),
-                host=socket.gethostname(), pid=os.getpid(),
-            ),
-            key=self._name,
+        status = Status(
+            run=self._config.run.name, process=self._name, role="rollout",
+            incarnation=self.incarnation, state=self.state, created_ms=self._now_ms(),
+            message=self._said(idle=not running), version=-1 if version is None else version,
+            versions=versions, capacity=self._config.rollout.capacity, loading=loading,
+            running=running, command_offset=command_offset,
+            metrics={**self.metrics, **meter().said},
+            host=socket.gethostname(), pid=os.getpid(),
         )  # fmt: skip
+        meter().heard(status)
+        self._writer.send(self._topics.workers, status, key=self._name)
         if self.state in UNSENT:
             self._writer.flush(self._config.kafka.request_timeout_seconds)
         self.sent_at = now
@@ -109,6 +109,7 @@ class Reporter:
     ) -> None:
         """Record what could not be read, generated or scored, and why."""
         log.warning("dead letter %s %s: %s", code, trajectory_id, reason)
+        meter().count("dora_process_dead_letters_total", value=code)
         self._writer.send(
             self._topics.dead_letters,
             DeadLetter(

@@ -47,6 +47,8 @@ class RunFold:
         self._topics = RunTopics(self._run)
         self._window = coordination.rules.window
         self._policies: dict[int, Policy] = {}
+        self.run_id = ""
+        """Of the ledger's first record; empty before it is read."""
         self._reader = LogReader(settings, client_id="coordinator")
 
     def rebuild(self) -> int:
@@ -246,6 +248,7 @@ class RunFold:
         log.warning("%s cannot be read (%s): %s", _place(message), value.code, value.reason)
 
     def _check_identity(self, started: RunStarted) -> None:
+        self.run_id = started.run_id
         found = differences(json.loads(started.identity), self._config.identity())
         if found:
             raise RunError(

@@ -88,6 +88,8 @@ class Scorer:
         self._landed: deque[Future[Any]] = deque()
         self._seconds_per_job = BUNDLE_SECONDS / FIRST_BUNDLE
         self._restarts = 0
+        self.verifier_seconds = 0.0
+        """What the verifier took for the responses that have come back, processes added up."""
         self._dispatched = 0.0
         self._closed = False
         self._start()
@@ -231,6 +233,7 @@ class Scorer:
         if failure is None:
             self._restarts = 0
             verdicts, seconds = future.result()
+            self.verifier_seconds += seconds
             per_job = seconds / len(bundle.jobs)
             self._seconds_per_job += 0.3 * (per_job - self._seconds_per_job)
             return _scored(bundle.jobs, verdicts)

@@ -19,6 +19,7 @@ from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.core.ring import worker_partition
 from dora.errors import DoraError, TaskError
+from dora.producers.attempt_trace import AttemptTrace
 from dora.producers.emulated_scoring import EmulatedScorer
 from dora.producers.engines.base import Delta, Engine
 from dora.producers.generation import Attempt, attempt_seed
@@ -35,6 +36,8 @@ from dora.schemas.records import (
     ProcessState,
     Sampling,
 )
+from dora.telemetry.meter import meter
+from dora.telemetry.trace_ids import TraceContext, parse_traceparent
 
 log = logging.getLogger(__name__)
 
@@ -116,12 +119,12 @@ class Worker:
             self._command_offset = message.offset
             self._reporter.commanded()
             if value.incarnation == self._reporter.incarnation:
-                self._carry_out(value)
+                self._carry_out(value, message)
 
-    def _carry_out(self, command: Command) -> None:
+    def _carry_out(self, command: Command, message: Message) -> None:
         match command.kind:
             case "start":
-                self._start(command)
+                self._start(command, parse_traceparent(message.headers.get("traceparent")))
             case "yield" | "move":
                 self._yield(command)
             case "switch":
@@ -150,7 +153,10 @@ class Worker:
         if version is not None:
             self._load(version)
         if not self._paused:
+            began = self._clock()
             self._deltas = self.engine.step()
+            if self._deltas:
+                meter().observe("dora_worker_engine_step_seconds", self._clock() - began)
 
     @property
     def has_results(self) -> bool:
@@ -199,7 +205,7 @@ class Worker:
         except DoraError:
             log.exception("could not tell the coordinator of the failure")
 
-    def _start(self, command: Command) -> None:
+    def _start(self, command: Command, context: TraceContext | None) -> None:
         former = self._in_hand.find(command.trajectory_id)
         if former is not None and (
             former.finish_reason is not None or former.command.attempt >= command.attempt
@@ -225,9 +231,10 @@ class Worker:
             prompt = self._task.prompt(command.ordinal, command.purpose)
         except TaskError as error:
             prompt = Prompt(command.ordinal, "", (), {})
-            self._in_hand.fail(self._attempt(command, prompt), "prompt_failed", str(error))
+            attempt = self._attempt(command, prompt, context)
+            self._in_hand.fail(attempt, "prompt_failed", str(error))
             return
-        self.engine.add(self._attempt(command, prompt).request())
+        self.engine.add(self._attempt(command, prompt, context).request())
 
     def _can_generate(self, version: int) -> bool:
         """Whether the engine hosts the version, or under `partial` a later one."""
@@ -236,7 +243,7 @@ class Worker:
             return newest is not None and version <= newest
         return version in self.engine.versions
 
-    def _attempt(self, command: Command, prompt: Prompt) -> Attempt:
+    def _attempt(self, command: Command, prompt: Prompt, context: TraceContext | None) -> Attempt:
         rollout, newest = self._config.rollout, self.engine.version
         identity = command.trajectory_id
         sampling = Sampling(
@@ -252,7 +259,11 @@ class Worker:
         attempt = Attempt(
             command, prompt, sampling, self.name, self._now_ms(), self._clock(),
             version=newest if self._partial and newest is not None else command.policy_version,
+            trace=None if context is None else AttemptTrace(command, context, self.name),
         )  # fmt: skip
+        meter().count("dora_worker_attempts_total")
+        if attempt.resumed:
+            meter().count("dora_worker_attempts_resumed_total")
         self._in_hand.add(attempt)
         return attempt
 

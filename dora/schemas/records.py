@@ -210,6 +210,7 @@ class RunStarted:
     cluster_id: str
     topic_ids: dict[str, str]
     created_ms: int
+    config: str = ""
 
 
 @dataclass(frozen=True, slots=True)

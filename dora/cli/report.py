@@ -1,0 +1,140 @@
+"""`dora report`: a run as one HTML file."""
+
+import json
+import os
+import tempfile
+import webbrowser
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from dora.bus.settings import cluster_settings
+from dora.cli.options import json_option, kafka_options, print_line
+from dora.config import KafkaSection
+from dora.consumers.report_reading import read_report
+from dora.errors import DoraError, UsageError
+
+
+@click.command()
+@click.argument("run")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE.html",
+    help="Where to write; by default RUN-report.html in this directory.",
+)
+@click.option("--compare", metavar="RUN2", help="Another run of the cluster, in the same plots.")
+@click.option("--no-audit", is_flag=True, help="Leave the audit out: faster, proves nothing.")
+@click.option("--open", "show", is_flag=True, help="Open the file in the browser.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=1),
+    default=3600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Give up when reading a run's log takes longer.",
+)
+@kafka_options
+@json_option
+def report(
+    run: str,
+    output: Path | None,
+    compare: str | None,
+    no_audit: bool,
+    show: bool,
+    timeout: float,
+    kafka: KafkaSection,
+    as_json: bool,
+) -> None:
+    """Write what happened in RUN as one HTML file that loads nothing.
+
+    Learning curves with their uncertainty, staleness, lengths, workers by version, speed, versions,
+    incidents, audit and configuration, from the log alone; of running and ended runs.
+    """
+    if compare == run:
+        raise UsageError(f"--compare {compare}: a run is not compared with itself")
+    path = checked_output(output if output is not None else Path(f"{run}-report.html"))
+    stderr = Console(stderr=True)
+    shown = stderr.is_terminal and not as_json
+    with stderr.status(f"reading {run}") if shown else nullcontext() as status:
+
+        def progress(topic: str, records: int) -> None:
+            if status is not None:
+                status.update(f"reading {topic}: {records:,} records")
+
+        reports = [
+            read_report(
+                cluster_settings(kafka),
+                name,
+                audit=not no_audit,
+                deadline=timeout,
+                progress=progress,
+            )
+            for name in (run, compare)
+            if name is not None
+        ]
+        if status is not None:
+            status.update("drawing")
+        from dora.cli.report_page import render
+
+        page = render(reports)
+    written = write_whole(path, page)
+    if as_json:
+        print_line(
+            json.dumps(
+                {
+                    "file": str(path),
+                    "bytes": written,
+                    "runs": [each.run for each in reports],
+                    "steps": [each.numbers.steps for each in reports],
+                    "violations": [
+                        sum(each.audit.violations.values()) if each.audit is not None else None
+                        for each in reports
+                    ],
+                }
+            )
+        )
+    else:
+        print_line(f"{path} ({written / 1000:,.0f} kB)")
+        for each in reports:
+            if not each.numbers.steps:
+                print_line(f"run {each.run} has not committed a step yet: its curves are empty")
+    if show and not webbrowser.open(path.absolute().as_uri()):
+        click.echo("no browser could be opened", err=True)
+
+
+def checked_output(path: Path) -> Path:
+    """`path`, if a file can be written there; UsageError before a log is read in vain."""
+    directory = path.absolute().parent
+    if path.is_dir():
+        raise UsageError(f"-o {path}: that is a directory; name a file")
+    if not directory.is_dir():
+        raise UsageError(f"-o {path}: there is no directory {directory}")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise UsageError(f"-o {path}: {directory} is not writable")
+    return path
+
+
+def write_whole(path: Path, text: str) -> int:
+    """Write the file whole or not at all; its size in bytes. DoraError if the disk refuses."""
+    data = text.encode("utf-8", errors="replace")
+    draft: str | None = None
+    try:
+        with tempfile.NamedTemporaryFile(
+            dir=path.absolute().parent, prefix=f".{path.name}.", delete=False
+        ) as file:
+            draft = file.name
+            file.write(data)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(draft, 0o666 & ~mask)
+        os.replace(draft, path)
+    except OSError as error:
+        if draft is not None:
+            with suppress(OSError):
+                os.unlink(draft)
+        raise DoraError(f"{path} could not be written: {error.strerror or error}") from error
+    return len(data)

@@ -1,0 +1,41 @@
+"""The sections of the configuration about being watched: metrics, trackers and traces.
+
+Invariant: none of this changes what a run does or what it is: all of it may differ between two
+starts of the same run. Nothing is served or sent unless it is asked for; TensorBoard files in the
+run's directory are always written.
+"""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from dora.config_section import Section
+
+
+class MetricsSection(Section):
+    """Prometheus endpoints and experiment trackers."""
+
+    port: Annotated[int, Field(ge=0, le=65_535)] = 0
+    """First port of the processes' Prometheus endpoints (`/metrics`, and `/health` for
+    Kubernetes); 0 is none. Where several processes share a machine each takes the next port that
+    is free, says which in its log and as `metrics_port` in its status, and names it in a file for
+    Prometheus (file_sd_configs) in `.prometheus` below run.directory."""
+    address: str = "127.0.0.1"
+    """Address that the endpoints listen on; `0.0.0.0` for all of the machine's."""
+    wandb: bool = False
+    """Log committed steps to Weights & Biases too, if the package `wandb` is installed; it takes
+    its key and WANDB_MODE (`offline`) from the environment."""
+    mlflow: bool = False
+    """Log committed steps to MLflow too, if the package `mlflow` is installed; without
+    MLFLOW_TRACKING_URI in the environment to a file in the directory of the run."""
+    project: str = "dora"
+    """Project at Weights & Biases, or experiment in MLflow."""
+
+
+class TracesSection(Section):
+    """OpenTelemetry traces: one for each group, from its admission to the step that trained it."""
+
+    endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    """URL of an OTLP receiver over HTTP, such as `http://localhost:4318`; without it no spans are
+    made. Needs the extra `traces`. Headers for it, such as credentials, are taken from
+    OTEL_EXPORTER_OTLP_HEADERS in the environment."""

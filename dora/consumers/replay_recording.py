@@ -1,0 +1,144 @@
+"""A run's groups as they were recorded, to be served to another run's trainer.
+
+Invariant: groups come in the order of the journal, each with the finished trajectories that count
+and the chunks of all their attempts, in log order; nothing is altered but the run's name, and the
+times in the records stay the recorded ones.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from dora.consumers.replay_plan import gone, span
+from dora.consumers.run_log import RunLog
+from dora.core.identity import ends_early, schedule_of
+from dora.core.ring import trajectory_id
+from dora.errors import RunError
+from dora.schemas.records import Admission, Chunk, Trajectory
+
+ChunkKey = tuple[str, int, int]
+"""Trajectory, attempt, sequence."""
+
+
+def chunk_key(chunk: Chunk) -> ChunkKey:
+    """What tells chunks of a run apart."""
+    return chunk.trajectory_id, chunk.attempt, chunk.sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A record and how long after its group's admission it was written, in seconds."""
+
+    seconds: float
+    record: Chunk | Trajectory
+
+
+class Recording:
+    """What `run` recorded, as records of the run `name`.
+
+    RunError if it cannot be served: its schedule mixes versions, its steps follow a budget of
+    tokens (which groups one takes then depends on the moment), or retention deleted trajectories
+    that a step trained.
+    """
+
+    def __init__(self, run: RunLog, name: str) -> None:
+        identity = run.started.identity
+        if schedule_of(identity) == "partial":
+            raise RunError(
+                f"run {run.run} cannot be served: its schedule is partial, so its trajectories "
+                "hold tokens of versions that the new trainer has not made when they would start"
+            )
+        if ends_early(identity):
+            raise RunError(
+                f"run {run.run} cannot be served: with window.tokens_per_step the groups of a step "
+                "depend on when they finish, and a replay could not start the recorded ones in time"
+            )
+        ordinals = [each.ordinal for each in run.admissions.values() if each.purpose == "train"]
+        if ordinals and ordinals[0]:
+            raise RunError(
+                f"run {run.run} cannot be served: its journal begins at prompt {ordinals[0]}; what "
+                "came before was deleted"
+            )
+        self.source = run.run
+        self.name = name
+        self.admissions = [replace(each, run=name) for each in run.admissions.values()]
+        self.without_chunks: set[str] = set()
+        """Trajectories whose chunks are not all in the log any more."""
+        self._run = run
+        self._groups: dict[int, dict[str, list[Timed]]] = {}
+
+    def check_kept(self, begins: dict[int, int]) -> None:
+        """RunError if a trained trajectory lies before the beginning of its partition."""
+        missing = gone(self._run.steps, begins)
+        if missing:
+            named = "; ".join(
+                f"{self._run.topics.trajectories} partition {number} begins at offset "
+                f"{begins[number]}, but {span(offsets)} would be served (trained by steps "
+                f"{span(steps)})"
+                for number, (offsets, steps) in sorted(missing.items())
+            )
+            raise RunError(f"run {self.source} cannot be served: retention deleted {named}")
+
+    def records(self, group: Admission) -> list[Timed]:
+        """Chunks and trajectories of a group; read from the log with all of its version."""
+        version = group.policy_version
+        if version not in self._groups:
+            self._groups = {v: kept for v, kept in self._groups.items() if v >= version - 1}
+            self._groups[version] = self._read(version)
+        return self._groups[version].get(group.group_id, [])
+
+    def _read(self, version: int) -> dict[str, list[Timed]]:
+        groups = [each for each in self.admissions if each.policy_version == version]
+        begun = {each.group_id: each.created_ms for each in groups}
+        wanted = {
+            trajectory_id(group.group_id, sample)
+            for group in groups
+            for sample in range(group.group_size)
+        }
+        found = self._trajectories(version, wanted)
+        read: dict[str, list[Timed]] = {group_id: [] for group_id in begun}
+        latest: dict[str, float] = {}
+
+        def add(record: Chunk | Trajectory) -> None:
+            # one of a clock that is behind must not overtake what was written before it
+            after = (record.created_ms - begun[record.group_id]) / 1000
+            seconds = max(after, latest.get(record.trajectory_id, 0.0))
+            latest[record.trajectory_id] = seconds
+            read[record.group_id].append(Timed(seconds, replace(record, run=self.name)))
+
+        for chunk in self._chunks(wanted, found):
+            add(chunk)
+        for trajectory in found.values():
+            add(trajectory)
+        return read
+
+    def _trajectories(self, version: int, wanted: Iterable[str]) -> dict[str, Trajectory]:
+        found: dict[str, Trajectory] = {}
+        missing = set(wanted)
+        for each in self._run.trajectories({version}):
+            if each.record.trajectory_id in missing:
+                missing.discard(each.record.trajectory_id)
+                found[each.record.trajectory_id] = each.record
+            if not missing:  # what follows in these partitions is of later versions
+                break
+        return found
+
+    def _chunks(self, wanted: set[str], found: dict[str, Trajectory]) -> Iterable[Chunk]:
+        due = {
+            (identity, trajectory.attempt, sequence)
+            for identity, trajectory in found.items()
+            for sequence in range(trajectory.chunks)
+        }
+        seen: set[ChunkKey] = set()
+        unfinished = wanted - found.keys()
+        if not due and not unfinished:
+            return
+        for each in self._run.chunks(wanted):
+            key = chunk_key(each.record)
+            if key in seen:
+                continue
+            seen.add(key)
+            due.discard(key)
+            yield each.record
+            if not due and not unfinished:
+                break
+        self.without_chunks.update(identity for identity, _, _ in due)

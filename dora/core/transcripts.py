@@ -1,0 +1,200 @@
+"""The text of trajectories as it is generated, from chunks in any order of their trajectories.
+
+Invariant: no token is told twice. An attempt that goes on from an earlier one's tokens repeats them
+in its first chunks: only what differs from what was told, or goes beyond it, is new; where it
+differs, the piece says from which token on the text is another one. A trajectory ends once, with
+the text of the attempt that counts, and what comes after that is not told.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from dora.core.detokenization import Decode, Detokenizer
+from dora.schemas.records import Chunk, Trajectory, unpack_tokens
+
+FINISHED_KEPT = 10_000
+"""Finished trajectories that are remembered, so that late chunks of theirs are known as such."""
+_RATE_POINTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New text of a trajectory: `tokens` tokens from `position` on, which counts generated tokens.
+
+    `rewound` says that text from there on was told before and holds no longer. `last` marks the end
+    of the trajectory, with `finish_reason` and, unless its scoring failed, `reward`; `text` may be
+    empty then.
+    """
+
+    trajectory: str
+    attempt: int
+    version: int
+    position: int
+    tokens: int
+    text: str
+    worker: str
+    created_ms: int
+    rewound: bool = False
+    last: bool = False
+    finish_reason: str | None = None
+    reward: float | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Transcript:
+    """A trajectory as far as it was told. Its first `begin` tokens were not there to be told."""
+
+    trajectory: str
+    version: int
+    begin: int
+    detokenizer: Detokenizer
+    attempt: int = 0
+    worker: str = ""
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    read: int = 0
+    ended: bool = False
+    points: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_RATE_POINTS))
+    end: Piece | None = None
+
+    @property
+    def length(self) -> int:
+        """Generated tokens so far."""
+        return self.begin + len(self.tokens)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over the last chunks, by their own times; 0 before the second."""
+        if len(self.points) < 2 or self.points[-1][0] <= self.points[0][0]:
+            return 0.0
+        (first, before), (last, after) = self.points[0], self.points[-1]
+        return max(0.0, 1000 * (after - before) / (last - first))
+
+
+class Transcripts:
+    """Takes chunks and finished trajectories; `decode` gives the text of token ids.
+
+    Trajectories that are there from their first chunk on are told wholly, others from the first
+    chunk on that was taken.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._open: dict[str, Transcript] = {}
+        self._waiting: dict[str, Trajectory] = {}
+        self._overdue: set[str] = set()
+        self._finished: dict[str, None] = {}
+
+    def find(self, trajectory: str) -> Transcript | None:
+        """The transcript of a trajectory that is not finished."""
+        return self._open.get(trajectory)
+
+    def take(self, record: Chunk | Trajectory) -> list[Piece]:
+        """What this record tells. A finished trajectory is told once its last chunk is there, or
+        with the next `settle`."""
+        if record.trajectory_id in self._finished:
+            return []
+        if isinstance(record, Trajectory):
+            self._waiting.setdefault(record.trajectory_id, record)
+            return self._ends(record.trajectory_id)
+        piece = self._continue(record)
+        return [*([piece] if piece is not None else []), *self._ends(record.trajectory_id)]
+
+    def settle(self, *, everything: bool = False) -> list[Piece]:
+        """The ends of trajectories whose chunks do not seem to come any more: `everything` that
+        waits for them, or what has waited since the last call."""
+        due = (
+            list(self._waiting) if everything else [i for i in self._waiting if i in self._overdue]
+        )
+        pieces = [self._finish(self._waiting[identity]) for identity in due]
+        self._overdue = set(self._waiting)
+        return pieces
+
+    def _continue(self, chunk: Chunk) -> Piece | None:
+        script = self._open.get(chunk.trajectory_id)
+        if script is None:
+            script = Transcript(
+                chunk.trajectory_id, chunk.policy_version, chunk.position, Detokenizer(self._decode)
+            )
+            script.attempt, script.read = chunk.attempt, chunk.position
+            self._open[chunk.trajectory_id] = script
+        if chunk.attempt < script.attempt:
+            return None  # a worker that was given up, and still writes
+        if chunk.attempt > script.attempt:
+            script.attempt, script.read, script.ended = chunk.attempt, 0, False
+            script.points.clear()
+        tokens = unpack_tokens(chunk.token_ids).tolist()
+        if chunk.position != script.read:
+            return None  # what lies between was not read: the finished trajectory will tell it
+        script.read += len(tokens)
+        script.worker, script.ended = chunk.worker, chunk.last
+        script.points.append((chunk.created_ms, script.read))
+        return self._tell(script, chunk.position, tokens, chunk.created_ms)
+
+    def _tell(
+        self, script: Transcript, position: int, tokens: list[int], created_ms: int
+    ) -> Piece | None:
+        """Add tokens at a position, which is not beyond those that were told."""
+        before = script.begin - position
+        if before > 0:
+            position, tokens = script.begin, tokens[before:]
+        told = script.tokens[position - script.begin :]
+        same = 0
+        while same < min(len(told), len(tokens)) and told[same] == tokens[same]:
+            same += 1
+        new, position = tokens[same:], position + same
+        if not new:
+            return None
+        rewound = same < len(told)
+        if rewound:
+            self._rewind(script, position)
+        text = script.detokenizer.add(new)
+        script.tokens.extend(new)
+        script.text += text
+        return Piece(
+            script.trajectory, script.attempt, script.version, position, len(new), text,
+            script.worker, created_ms, rewound,
+        )  # fmt: skip
+
+    def _rewind(self, script: Transcript, position: int) -> None:
+        """Forget what was told from `position` on."""
+        del script.tokens[position - script.begin :]
+        script.detokenizer = Detokenizer(self._decode)
+        script.text = script.detokenizer.add(script.tokens)
+
+    def _ends(self, identity: str) -> list[Piece]:
+        record, script = self._waiting.get(identity), self._open.get(identity)
+        if record is None:
+            return []
+        # An attempt that ended without a chunk has nothing to wait for.
+        whole = script is not None and script.ended and script.attempt == record.attempt
+        return [self._finish(record)] if whole or not record.chunks else []
+
+    def _finish(self, record: Trajectory) -> Piece:
+        identity = record.trajectory_id
+        del self._waiting[identity]
+        generated = unpack_tokens(record.token_ids)[[bool(m) for m in record.mask]].tolist()
+        script = self._open.pop(identity, None)
+        if script is None:
+            script = Transcript(identity, record.policy_version, 0, Detokenizer(self._decode))
+        script.attempt, script.worker = record.attempt, record.worker
+        piece = self._tell(script, 0, generated, record.created_ms)
+        rewound = piece is not None and piece.rewound
+        position = len(generated) if piece is None else piece.position
+        text = "" if piece is None else piece.text
+        if script.begin + len(script.tokens) > len(generated):
+            self._rewind(script, max(len(generated), script.begin))
+            rewound = True
+        rest = script.detokenizer.finish()
+        script.text += rest
+        end = Piece(
+            identity, record.attempt, record.policy_version, position, len(generated) - position,
+            text + rest, record.worker, record.created_ms, rewound, True, record.finish_reason,
+            record.reward, record.error,
+        )  # fmt: skip
+        script.end = end
+        self._finished[identity] = None
+        if len(self._finished) > FINISHED_KEPT:
+            del self._finished[next(iter(self._finished))]
+        return end

@@ -1,0 +1,293 @@
+"""The log of a small run, written record by record on a real Kafka: two attempts at a trajectory,
+groups trained, set aside and outstanding, an evaluation, and records that do not belong there."""
+
+import json
+from dataclasses import dataclass, replace
+
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from dora.bus import ClusterSettings, LogWriter, RunTopics, TopicAdmin, topic_plan
+from dora.config import Config
+from dora.core import ring
+from dora.schemas.records import (
+    Admission,
+    Chunk,
+    Command,
+    DeadLetter,
+    GroupRef,
+    Policy,
+    RunStarted,
+    SampleRef,
+    SlotOffset,
+    Step,
+    Trajectory,
+    VersionRun,
+    pack_logprobs,
+    pack_tokens,
+)
+from tests.run_records import SAMPLING
+
+K, B, G, RING = 1, 2, 2, 3
+DEADLINE = 30.0
+STEPS = 3
+TAKEN_OVER = "g1/0"
+"""A trajectory whose first worker was lost."""
+SET_ASIDE, OUTSTANDING, UNFINISHED, EVALUATED = "g6", "g7", "g8", "e1-0"
+PROMPT = (2, 3, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRun:
+    """Where the run is."""
+
+    settings: ClusterSettings
+    topics: RunTopics
+
+    @property
+    def run(self) -> str:
+        """Its name."""
+        return self.topics.run
+
+    def delete(self, topic: str, partition: int, before: int) -> None:
+        """Let the partition begin at `before`, as retention does (DeleteRecords, KIP-107)."""
+        admin = AdminClient({"bootstrap.servers": self.settings.bootstrap_servers})
+        found = admin.delete_records([TopicPartition(topic, partition, before)])
+        for future in found.values():
+            assert future.result(DEADLINE).low_watermark == before
+
+
+def config_of(run: str, address: str, model: str) -> Config:
+    """The configuration that the ledger records."""
+    return Config.model_validate(
+        {
+            "run": {"name": run},
+            "policy": {"model": model},
+            "task": {"kind": "reasoning-gym", "name": "x", "max_prompt_tokens": 8},
+            "window": {"max_staleness": K, "groups_per_step": B, "group_size": G},
+            "kafka": {"bootstrap_servers": address},
+            "rollout": {"max_new_tokens": 16},
+            "trainer": {"steps": STEPS},
+        }
+    )
+
+
+def response(ordinal: int, sample: int) -> list[int]:
+    """The generated tokens of a trajectory; their number and values tell trajectories apart."""
+    return [5 + (ordinal + sample + index) % 20 for index in range(4 + ordinal % 3 + 2 * sample)]
+
+
+def reward_of(ordinal: int, sample: int) -> float:
+    """Alternating between the samples of a group, and growing with the ordinal."""
+    return float(sample) + ordinal / 100
+
+
+def trajectory(group: Admission, sample: int, attempt: int = 0) -> Trajectory:
+    """A finished trajectory; the second attempt resumes four tokens."""
+    tokens = response(group.ordinal, sample)
+    version = group.policy_version
+    failed = group.group_id == SET_ASIDE and sample == 1
+    return Trajectory(
+        run=group.run,
+        trajectory_id=ring.trajectory_id(group.group_id, sample),
+        group_id=group.group_id,
+        sample=sample,
+        attempt=attempt,
+        chunks=2,
+        policy_version=version,
+        ordinal=group.ordinal,
+        purpose=group.purpose,
+        token_ids=pack_tokens([*PROMPT, *tokens]),
+        mask=bytes(len(PROMPT)) + b"\1" * len(tokens),
+        logprobs=pack_logprobs([0.0] * len(PROMPT) + logprobs_of(tokens)),
+        version_runs=(VersionRun(version, len(tokens)),),
+        finish_reason="error" if failed else "length" if sample else "stop",
+        reward=None if failed else reward_of(group.ordinal, sample),
+        reward_parts={} if failed else {"right": float(sample), "style": group.ordinal / 100},
+        error="verifier timed out" if failed else None,
+        text=f"text of {group.group_id}/{sample}",
+        worker=f"w{attempt}",
+        engine="emulated",
+        sampling=SAMPLING,
+        started_ms=at(group) + 10 + 100 * attempt,
+        generated_ms=at(group) + 500,
+        created_ms=at(group) + 520,
+        resumed_tokens=4 if attempt else 0,
+    )
+
+
+def logprobs_of(tokens: list[int]) -> list[float]:
+    """Falling from token to token."""
+    return [-0.25 * (1 + index) for index in range(len(tokens))]
+
+
+def at(group: Admission) -> int:
+    """When the group was started, in ms."""
+    return 1_000_000 + 10_000 * group.policy_version + 100 * (group.ordinal % 10)
+
+
+def chunks_of(of: Trajectory) -> list[Chunk]:
+    """Its attempt's chunks: four tokens and the rest; an attempt before it was lost after one."""
+    tokens = [int(token) for token in response(of.ordinal, of.sample)]
+    values = logprobs_of(tokens)
+
+    def chunk(attempt: int, sequence: int, begin: int, end: int, resumed: int = 0) -> Chunk:
+        return Chunk(
+            run=of.run,
+            trajectory_id=of.trajectory_id,
+            group_id=of.group_id,
+            sample=of.sample,
+            attempt=attempt,
+            sequence=sequence,
+            policy_version=of.policy_version,
+            ordinal=of.ordinal,
+            purpose=of.purpose,
+            position=begin,
+            token_ids=pack_tokens(tokens[begin:end]),
+            logprobs=pack_logprobs(values[begin:end]),
+            last=attempt == of.attempt and end == len(tokens),
+            worker=f"w{attempt}",
+            sampling=of.sampling,
+            created_ms=of.started_ms + 100 * (sequence + 1) - 100 * (of.attempt - attempt),
+            resumed_tokens=resumed,
+        )
+
+    lost = [chunk(attempt, 0, 0, 4) for attempt in range(of.attempt)]
+    first = chunk(of.attempt, 0, 0, 4, resumed=4 if of.attempt else 0)
+    return [*lost, first, chunk(of.attempt, 1, 4, len(tokens))]
+
+
+def command(group: Admission, sample: int, attempt: int = 0) -> Command:
+    """The command to generate it; a second attempt goes on from the first one's tokens."""
+    prefix = response(group.ordinal, sample)[: 4 * attempt]
+    return Command(
+        run=group.run,
+        worker=f"w{attempt}",
+        incarnation="i",
+        kind="start",
+        created_ms=at(group) + 100 * attempt,
+        trajectory_id=ring.trajectory_id(group.group_id, sample),
+        group_id=group.group_id,
+        sample=sample,
+        attempt=attempt,
+        policy_version=group.policy_version,
+        ordinal=group.ordinal,
+        prefix_token_ids=pack_tokens(prefix),
+        prefix_logprobs=pack_logprobs(logprobs_of(prefix)),
+    )
+
+
+def admissions(run: str) -> list[Admission]:
+    """Two groups a version, one of version 1 that evaluates it, and more of the last one."""
+    plan = [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2), (7, 3), (8, 3)]
+    groups = [Admission(run, f"g{o}", o, version, G, "train", 0) for o, version in plan]
+    return [*groups[:4], Admission(run, EVALUATED, 0, 1, 1, "eval", 0), *groups[4:]]
+
+
+class RunWriter:
+    """Writes everything and keeps count of the offsets."""
+
+    def __init__(self, settings: ClusterSettings, run: str, model: str) -> None:
+        self._topics = RunTopics(run)
+        self._settings = settings
+        self._config = config_of(run, settings.bootstrap_servers, model)
+        self._ends: dict[tuple[str, int], int] = {}
+        self._places: dict[str, SampleRef] = {}
+        with TopicAdmin(settings) as admin:
+            admin.create(topic_plan(self._config))
+
+    def send(self, writer: LogWriter, topic: str, record: object, partition: int = 0) -> int:
+        """Write a record; returns its offset."""
+        offset = self._ends.get((topic, partition), 0)
+        self._ends[topic, partition] = offset + 1
+        key = getattr(record, "trajectory_id", None) or str(getattr(record, "version", "")) or None
+        writer.send(topic, record, key=key, partition=partition)  # type: ignore[arg-type]
+        return offset
+
+    def write(self) -> WrittenRun:
+        """Everything, version by version."""
+        topics, run = self._topics, self._topics.run
+        config = self._config
+        groups = admissions(run)
+        with LogWriter(self._settings, client_id="test") as writer:
+            self.send(writer, topics.steps, RunStarted(
+                run, "id", "0.1.0", json.dumps(config.identity()), K, B, G, RING, 1, "cluster", {},
+                0, json.dumps(config.recorded()),
+            ))  # fmt: skip
+            for version in range(STEPS + 1):
+                self.send(writer, topics.policies, self._policy(version))
+                for group in [g for g in groups if g.policy_version == version]:
+                    self.send(writer, topics.dispatch, group)
+                    self._generate(writer, group)
+                if version < STEPS:
+                    self.send(writer, topics.steps, self._step(version, groups))
+            writer.flush(DEADLINE)
+        return WrittenRun(self._settings, topics)
+
+    def _policy(self, version: int) -> Policy:
+        part = ring.slot(version, RING)
+        slots = tuple(
+            SlotOffset(topic, index, self._ends.get((topic, index), 0))
+            for topic, index in (
+                (self._topics.trajectories, part),
+                (self._topics.chunks, part),
+                *((self._topics.dispatch, index) for index in range(9)),
+            )
+        )
+        run = self._topics.run
+        return Policy(run, version, "full", f"file:///w/v{version:08d}-{version:016x}", (),
+                      f"sum{version}", b"", b"", slots, 0)  # fmt: skip
+
+    def _generate(self, writer: LogWriter, group: Admission) -> None:
+        topics, part = self._topics, ring.slot(group.policy_version, RING)
+        for sample in range(group.group_size):
+            identity = ring.trajectory_id(group.group_id, sample)
+            attempts = 1 + (identity == TAKEN_OVER)
+            for attempt in range(attempts):
+                order = command(group, sample, attempt)
+                self.send(writer, topics.dispatch, order, ring.worker_partition(order.worker, 9))
+            record = trajectory(group, sample, attempts - 1)
+            for chunk in chunks_of(record)[: 1 if group.group_id == UNFINISHED else None]:
+                self.send(writer, topics.chunks, chunk, part)
+            if group.group_id != UNFINISHED:
+                offset = self.send(writer, topics.trajectories, record, part)
+                self._places[identity] = SampleRef(sample, record.attempt, part, offset)
+
+    def _step(self, version: int, groups: list[Admission]) -> Step:
+        def ref(group: Admission, reason: str | None = None) -> GroupRef:
+            samples = range(group.group_size)
+            refs = [self._places[ring.trajectory_id(group.group_id, s)] for s in samples]
+            return GroupRef(
+                group.group_id, group.ordinal, group.policy_version, tuple(refs), reason
+            )
+
+        # g3 is trained one version late
+        numbers = {0: ("g0", "g1"), 1: ("g2",), 2: ("g3", "g4", "g5")}[version]
+        trained = tuple(ref(g) for g in groups if g.group_id in numbers)
+        aside = [g for g in groups if g.group_id == SET_ASIDE and version == STEPS - 1]
+        return Step(
+            self._topics.run, "step", version, version, version + 1, trained,
+            tuple(ref(g, "verifier timed out") for g in aside), {}, f"sum{version + 1}", None,
+            "trainer", 0,
+        )  # fmt: skip
+
+
+def spoil(written: WrittenRun) -> None:
+    """Add what does not belong there to partition 0 of the trajectories, and an attempt at a
+    trajectory that is finished already."""
+    topics = written.topics
+    of_group = admissions(written.run)[0]
+    good = trajectory(of_group, 0)
+    others = [
+        replace(good, reward=99.0, attempt=1),  # finished a second time
+        replace(good, group_id="g99", trajectory_id="g99/0"),  # never started
+        replace(good, sample=7, trajectory_id="g0/7"),  # more samples than its group has
+        DeadLetter(written.run, "foreign", "is no trajectory", "test", 0),
+    ]
+    with LogWriter(written.settings, client_id="test") as writer:
+        for record in others:
+            writer.send(topics.trajectories, record, key="x", partition=0)
+        writer.flush(DEADLINE)
+    producer = Producer({"bootstrap.servers": written.settings.bootstrap_servers})
+    producer.produce(topics.trajectories, b"no record", partition=0)
+    assert producer.flush(DEADLINE) == 0

@@ -87,14 +87,23 @@ class RunMonitor:
         return len(messages)
 
     def catch_up(self, deadline: float = 60.0) -> None:
-        """Fold everything that the log holds now; DeadlineError after `deadline` seconds."""
+        """Fold everything that the log holds now; DeadlineError after `deadline` seconds.
+
+        The ledger comes first, which says what is closed; then the journal, without which a
+        trajectory of a closed version would be one too many; then the trajectories.
+        """
         end = time.monotonic() + deadline
-        for message in self._reader.read_to_end(deadline):
-            self.view.take(message)
+        self._fold(end)
         if not self._attached and self.view.started is not None:
-            self._attach()
-            for message in self._reader.read_to_end(max(1.0, end - time.monotonic())):
-                self.view.take(message)
+            self._reader.assign(self._dispatch_positions())
+            self._fold(end)
+            self._reader.assign(self._trajectory_positions())
+            self._attached = True
+            self._fold(end)
+
+    def _fold(self, end: float) -> None:
+        for message in self._reader.read_to_end(max(1.0, end - time.monotonic())):
+            self.view.take(message)
 
     def snapshot(self) -> Snapshot:
         """The run as read so far, now, with what is said in the chunks of what it waits for."""
@@ -139,20 +148,23 @@ class RunMonitor:
         self._reader.close()
 
     def _attach(self) -> None:
-        """Start to read admissions and trajectories, once the run's shape is known."""
+        """Start to read admissions and trajectories of a run that has just begun."""
+        self._reader.assign(self._trajectory_positions() | self._dispatch_positions())
+        self._attached = True
+
+    def _trajectory_positions(self) -> dict[Partition, int]:
+        """All trajectories, or those of the window where the history is too long."""
         started = self.view.started
         assert started is not None
         topic, partitions = self._topics.trajectories, range(started.ring * started.lanes)
-        positions = {(topic, each): BEGINNING for each in partitions}
+        positions: dict[Partition, int] = {(topic, each): BEGINNING for each in partitions}
         if self._history is not None:
             starts = self._reader.start_offsets(list(positions))
             ends = self._reader.end_offsets(list(positions))
             if sum(ends[key] - starts[key] for key in positions) > self._history:
                 positions = self._window_positions(ends)
                 self.view.whole_history = False
-        positions |= self._dispatch_positions()
-        self._reader.assign(positions)
-        self._attached = True
+        return positions
 
     def _dispatch_positions(self) -> dict[Partition, int]:
         """The journal from its start, and commands from where the live versions begin: whatever

@@ -3,15 +3,19 @@
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 from click.testing import CliRunner, Result
 
 from dora.bus import ClusterSettings, LogReader, LogWriter, RunTopics, TopicAdmin, topic_plan
+from dora.bus.reader import Message
 from dora.cli.main import cli
 from dora.config import Config
 from dora.consumers.monitor import RunMonitor
+from dora.consumers.run_view import RunView
 from dora.core.ring import partition
 from dora.schemas.records import Admission, DeadLetter, SlotOffset, Step, Trajectory
 from tests.run_records import (
@@ -186,6 +190,40 @@ def test_a_long_history_is_read_from_the_window_on(log: Log) -> None:
                     assert monitor.poll(timeout=DEADLINE), "the new record did not come"
         finally:
             monitor.close()
+
+
+def test_an_evaluation_of_a_version_long_gone_is_counted_whatever_arrives_first(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, prompts = log.run, 300
+    held_out = [admission(number, 0, run, "eval") for number in range(prompts)]
+    # more than comes with one fetch, so that the journal's end comes after the trajectories
+    others = [admission(number, 3, run, "eval") for number in range(400)]
+    digits = Random(1)  # that do not compress
+    others = [replace(each, group_id=f"{digits.getrandbits(40_000):x}") for each in others]
+    groups = [admission(number, number // 2, run) for number in range(12)]
+    log.send(run_started(run, at=NOW), policy(0, run), *others, *held_out)
+    log.send(*(trajectory(group, at=NOW) for group in held_out))
+    for sequence in range(6):
+        batch = groups[2 * sequence : 2 * sequence + 2]
+        log.send(*batch, *(trajectory(g, s, at=NOW) for g in batch for s in range(G)))
+        log.send(log.step(sequence, batch), policy(sequence + 1, run))
+    read: list[str] = []
+    take = RunView.take
+
+    def noted(view: RunView, message: Message) -> None:
+        read.append(type(message.value).__name__)
+        take(view, message)
+
+    monkeypatch.setattr(RunView, "take", noted)
+    monitor = RunMonitor(log.settings, run)
+    try:
+        monitor.catch_up(DEADLINE)
+        evaluation, _ = monitor.snapshot().evaluations
+    finally:
+        monitor.close()
+    assert (evaluation.version, evaluation.admitted, evaluation.finished) == (0, prompts, prompts)
+    assert "Admission" not in read[read.index("Trajectory") :]
 
 
 def test_tail_shows_the_records_of_each_topic(log: Log) -> None:

@@ -42,7 +42,7 @@ endif
 	$(BIN)/dora broker fetch
 	touch $@
 
-# A browser and Prometheus for the tests that look through them; says so where it cannot.
+# A browser and Prometheus for the tests that look through them.
 .venv/tools: ops/test-tools.sh | .venv/ready
 	sh ops/test-tools.sh
 	touch $@

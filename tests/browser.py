@@ -14,17 +14,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 INSTALL = (
-    "no browser is installed; on Debian: "
-    "apt-get install --no-install-recommends chromium (ops/test-tools.sh does it)"
+    "a report is looked at in a real browser, and none is installed; `make test` installs Chromium "
+    "where it may (ops/test-tools.sh), otherwise: apt-get install --no-install-recommends chromium"
 )
 _SECONDS = 240.0
 
 
-def find_browser() -> str | None:
-    """Path of a browser, None where there is none."""
-    return next(filter(None, map(shutil.which, NAMES)), None)
+def find_browser() -> str:
+    """Path of a browser; fails the test, saying what to install, where there is none."""
+    found = next(filter(None, map(shutil.which, NAMES)), None)
+    if found is None:
+        pytest.fail(INSTALL)
+    return found
 
 
 @dataclass

@@ -12,11 +12,8 @@ from pathlib import Path
 import pytest
 
 from dora.cli.report_page import render
-from tests.browser import INSTALL, Page, browser_page, find_browser
+from tests.browser import Page, browser_page, find_browser
 from tests.report_runs import MadeUpRun, clean_audit
-
-BROWSER = find_browser()
-pytestmark = pytest.mark.skipif(BROWSER is None, reason=INSTALL)
 
 SIZES = {"light": (1280, 1180), "dark": (1280, 1180), "phone": (390, 1300)}
 OVERFLOW = "document.documentElement.scrollWidth - innerWidth"
@@ -64,8 +61,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(report: Path) -> Iterator[Page]:
-    assert BROWSER is not None
-    with browser_page(BROWSER) as found:
+    with browser_page(find_browser()) as found:
         found.view(width=1280, height=1180)
         found.open(report)
         yield found

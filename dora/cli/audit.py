@@ -1,7 +1,6 @@
 """`dora audit`: proof from the log that nothing was lost, doubled, mixed, stale or torn."""
 
 import json
-from contextlib import nullcontext
 
 import click
 from rich.console import Console
@@ -9,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dora.bus.settings import cluster_settings
-from dora.cli.options import json_option, kafka_options, print_line
+from dora.cli.console import waiting
+from dora.cli.options import json_option, kafka_options, print_line, timeout_option
 from dora.config import KafkaSection
 from dora.consumers.audit import audit_run
 from dora.core.audit_report import AuditReport, Kind
@@ -28,14 +28,7 @@ MEANINGS: dict[Kind, str] = {
 @click.command()
 @click.argument("run")
 @click.option("--no-chunks", is_flag=True, help="Skip the token chunks: faster, proves less.")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=1),
-    default=3600.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Give up when reading the log takes longer.",
-)
+@timeout_option(3600.0)
 @kafka_options
 @json_option
 @click.pass_context
@@ -53,13 +46,10 @@ def audit(
     aside with a reason, or still within the window; staleness within the bound; every step whole.
     Ends with exit code 1 and a sentence per violation if not. Works on running and ended runs.
     """
-    stderr = Console(stderr=True)
-    shown = stderr.is_terminal and not as_json
-    with stderr.status(f"reading {run}") if shown else nullcontext() as status:
+    with waiting(f"reading {run}", quiet=as_json) as say:
 
         def progress(topic: str, records: int) -> None:
-            if status is not None:
-                status.update(f"reading {topic}: {records:,} records")
+            say(f"reading {topic}: {records:,} records")
 
         report = audit_run(
             cluster_settings(kafka),

@@ -24,8 +24,8 @@ from dora.cli.bench_tables import (
     spread,
     staleness,
     violations,
-    wide_console,
 )
+from dora.cli.console import wide_console
 from dora.cli.options import ConfigSource, cluster_options
 from dora.config import Config
 from dora.config_file import KafkaOverrides, load_config

@@ -16,7 +16,6 @@ from dora.cli.bench_tables import (
     spread,
     staleness,
     violations,
-    wide_console,
 )
 from dora.cli.bench_workload import (
     Plan,
@@ -27,6 +26,7 @@ from dora.cli.bench_workload import (
     preset_workload,
     run_source,
 )
+from dora.cli.console import wide_console
 from dora.cli.options import cluster_options
 from dora.cli.simulate_workload import check_workload_named, workload_options
 from dora.config_file import KafkaOverrides

@@ -6,17 +6,8 @@ Invariant: a figure stands with its smallest and largest value, unless these are
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-
-_WIDTH = 160
-
-
-def wide_console() -> Console:
-    """A console whose tables are not squeezed when they go to a file or through a pipe."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
 
 
 def figures_table(title: str, heads: Sequence[str]) -> Table:

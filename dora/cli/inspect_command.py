@@ -6,20 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
+from dora.cli.console import wide_console
 from dora.cli.inspect_list import Listing, Selection, choose
 from dora.cli.inspect_reading import Inspection
 from dora.cli.inspect_render import show_group as render_group
 from dora.cli.inspect_render import show_rows, show_view
-from dora.cli.options import json_option, kafka_options, print_line
+from dora.cli.options import (
+    config_file_option,
+    json_option,
+    kafka_options,
+    print_line,
+    sets_option,
+    timeout_option,
+)
 from dora.config import KafkaSection
 from dora.consumers.trajectory_conditions import parse_condition
 from dora.consumers.trajectory_rows import SORT_KEYS
 from dora.errors import UsageError
-
-PLAIN_WIDTH = 200
-"""Columns where output goes to no terminal: nothing is cut or wrapped early."""
 
 
 @click.command(name="inspect")
@@ -59,28 +63,9 @@ PLAIN_WIDTH = 200
     help="Compute the trainer's log-probabilities and entropies with the weights that generated.",
 )
 @click.option("--logprobs", is_flag=True, help="Print the numbers of each token.")
-@click.option(
-    "--config",
-    "config_file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="The run's configuration, where its log does not record it.",
-)
-@click.option(
-    "--set",
-    "sets",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Where things lie on this machine (policy.model, run.directory, weights.store).",
-)
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=1),
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Give up when reading the log takes longer.",
-)
+@config_file_option
+@sets_option("Where things lie on this machine (policy.model, run.directory, weights.store).")
+@timeout_option(300.0)
 @kafka_options
 @json_option
 @click.pass_context
@@ -162,7 +147,7 @@ def _show_one(
     if as_json:
         print_line(json.dumps(view.to_json() | _said(inspection)))
     else:
-        show_view(view, _console(), logprobs=logprobs)
+        show_view(view, wide_console(), logprobs=logprobs)
 
 
 def _show_group(
@@ -174,7 +159,7 @@ def _show_group(
         shown["trajectories"] = [view.to_json() for view in views]
         print_line(json.dumps(shown | _said(inspection)))
     else:
-        render_group(views, _console(), logprobs=logprobs)
+        render_group(views, wide_console(), logprobs=logprobs)
 
 
 def _show_list(
@@ -185,7 +170,7 @@ def _show_list(
     if as_json:
         _print_json(inspection, listing, name)
         return
-    console = _console()
+    console = wide_console()
     show_rows(listing.rows, console, recomputed=recompute)
     shown = len(listing.rows)
     text = f"{shown} of {listing.matching} {name}"
@@ -199,19 +184,13 @@ def _show_list(
 
 
 def _print_json(inspection: Inspection, listing: Listing, name: str) -> None:
-    """One object, a row a line."""
-    head = {
+    shown = {
         "run": inspection.log.run,
         "matching": listing.matching,
         "unfinished": listing.unfinished,
+        name: [row.to_json() for row in listing.rows],
     }
-    said = json.dumps(head | _said(inspection))
-    click.echo(said[:-1] + f', "{name}": [', nl=False)
-    before = "\n"
-    for row in listing.rows:
-        click.echo(f"{before}{json.dumps(row.to_json())}", nl=False)
-        before = ",\n"
-    print_line("\n]}")
+    print_line(json.dumps(shown | _said(inspection)))
 
 
 def _said(inspection: Inspection) -> dict[str, Any]:
@@ -226,13 +205,6 @@ def _said(inspection: Inspection) -> dict[str, Any]:
 def _warn(inspection: Inspection) -> None:
     for text in inspection.warnings():
         click.echo(f"note: {text}", err=True)
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PLAIN_WIDTH)
-    return console
 
 
 def _refuse_list_options(context: click.Context, *, both: bool) -> None:

@@ -97,13 +97,8 @@ def config_argument(
             click.get_current_context().meta[_SOURCE] = source
             return function(*args, config=config, **kwargs)
 
-        decorated = click.option(
-            "--set",
-            "sets",
-            multiple=True,
-            metavar="SECTION.KEY=VALUE",
-            help="Override a key of the configuration; may be repeated.",
-        )(_kafka_parameters(wrapper))
+        override = sets_option("Override a key of the configuration; may be repeated.")
+        decorated = override(_kafka_parameters(wrapper))
         return click.argument(
             "config_path", metavar="CONFIG", type=click.Path(path_type=Path, dir_okay=False)
         )(decorated)
@@ -162,6 +157,34 @@ def cluster_options(command: Command) -> Command:
 def json_option(command: Command) -> Command:
     """`--json`; the command gets `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")(command)
+
+
+def timeout_option(seconds: float) -> Callable[[Command], Command]:
+    """`--timeout` for reading a run's log, by default `seconds`; the command gets `timeout`."""
+    return click.option(
+        "--timeout",
+        type=click.FloatRange(min=1),
+        default=seconds,
+        show_default=True,
+        metavar="SECONDS",
+        help="Give up when reading the log takes longer.",
+    )
+
+
+def config_file_option(command: Command) -> Command:
+    """`--config` for commands that take a run's name; the command gets `config_file`."""
+    return click.option(
+        "--config",
+        "config_file",
+        type=click.Path(path_type=Path, dir_okay=False),
+        metavar="FILE",
+        help="The run's configuration, where its ledger did not record it.",
+    )(command)
+
+
+def sets_option(text: str) -> Callable[[Command], Command]:
+    """`--set`, with the help `text`; the command gets `sets`."""
+    return click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help=text)
 
 
 def with_broker(config: Config, address: str) -> Config:

@@ -13,7 +13,15 @@ import click
 from rich.console import Console
 
 from dora.bus.settings import ClusterSettings, cluster_settings
-from dora.cli.options import json_option, kafka_options, print_line
+from dora.cli.console import waiting
+from dora.cli.options import (
+    config_file_option,
+    json_option,
+    kafka_options,
+    print_line,
+    sets_option,
+    timeout_option,
+)
 from dora.cli.process_log import log_to_stderr
 from dora.config import KafkaSection
 from dora.consumers.recorded_config import recorded_config
@@ -45,29 +53,10 @@ class Speed(click.ParamType):  # type: ignore[type-arg]
 @click.argument("run")
 @click.option("--step", type=int, metavar="N", help="Replay the step that made version N.")
 @click.option("--steps", "span", metavar="A:B", help="Replay steps A to B; without it all.")
-@click.option(
-    "--set",
-    "sets",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="What if: train with another value of trainer.*; may be repeated.",
-)
-@click.option(
-    "--config",
-    "file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="The run's configuration, where its ledger did not record it.",
-)
+@sets_option("What if: train with another value of trainer.*; may be repeated.")
+@config_file_option
 @click.option("--no-checkpoint", is_flag=True, help="Begin at version 0 in any case.")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=1),
-    default=3600.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Give up when reading the log takes longer.",
-)
+@timeout_option(3600.0)
 @click.option("--trajectory", metavar="ID", help="Show one trajectory as people read it.")
 @click.option("--serve", is_flag=True, help="Feed the trainer of another run from the log.")
 @click.option("--as", "name", metavar="NEWRUN", help="With --serve: the run to feed.")
@@ -102,7 +91,7 @@ def replay(
     step: int | None,
     span: str | None,
     sets: tuple[str, ...],
-    file: Path | None,
+    config_file: Path | None,
     no_checkpoint: bool,
     timeout: float,
     trajectory: str | None,
@@ -130,14 +119,16 @@ def replay(
             raise UsageError("--trajectory shows one trajectory and goes with none of the others")
         from dora.cli.inspect_command import show_trajectory
 
-        show_trajectory(run, trajectory, kafka, config_file=file, as_json=as_json, timeout=timeout)
+        show_trajectory(
+            run, trajectory, kafka, config_file=config_file, as_json=as_json, timeout=timeout
+        )
         return
     if not serve:
         if name is not None or config_out is not None:
             raise UsageError("--as and --config-out go with --serve")
         first, last = _asked(step, span)
         code = _retrain(
-            run, first, last, sets, file, no_checkpoint, timeout, kafka, settings, as_json
+            run, first, last, sets, config_file, no_checkpoint, timeout, kafka, settings, as_json
         )
         context.exit(code)
     if step is not None or span is not None or no_checkpoint:
@@ -146,7 +137,7 @@ def replay(
         raise UsageError("--serve needs the name of the run to feed: --as NEWRUN")
     if name == run:
         raise UsageError(f"--as {name}: a run cannot be fed from itself; give another name")
-    _serve(run, name, sets, file, speed, wait, config_out, kafka, settings, as_json)
+    _serve(run, name, sets, config_file, speed, wait, config_out, kafka, settings, as_json)
 
 
 def _asked(step: int | None, span: str | None) -> tuple[int | None, int | None]:
@@ -162,7 +153,7 @@ def _retrain(
     first: int | None,
     last: int | None,
     sets: tuple[str, ...],
-    file: Path | None,
+    config_file: Path | None,
     no_checkpoint: bool,
     timeout: float,
     kafka: KafkaSection,
@@ -172,23 +163,18 @@ def _retrain(
     log_to_stderr(logging.WARNING)
     recorded = RunLog(settings, run, deadline=timeout)
     recorded.step(1 if first is None else first)  # before anything is loaded
-    changed = recorded_config(recorded.started, kafka, file, sets)
+    changed = recorded_config(recorded.started, kafka, config_file, sets)
     what_if = check_sets(sets)
     elsewhere = [text for text in sets if not text.strip().startswith("trainer.")]
-    config = recorded_config(recorded.started, kafka, file, elsewhere)
+    config = recorded_config(recorded.started, kafka, config_file, elsewhere)
 
     from dora.consumers.replay import replay as train_again
 
-    stderr = Console(stderr=True)
-    shown = stderr.is_terminal and not as_json
-    waiting = stderr.status(f"loading the model of {run}") if shown else contextlib.nullcontext()
     # libraries print to standard output what is not the report
-    with waiting as status, contextlib.redirect_stdout(sys.stderr):
-
-        def progress(done: int, steps: int) -> None:
-            if status is not None:
-                status.update(f"{done} of {steps} steps")
-
+    with (
+        waiting(f"loading the model of {run}", quiet=as_json) as say,
+        contextlib.redirect_stdout(sys.stderr),
+    ):
         report = train_again(
             recorded,
             config,
@@ -199,7 +185,7 @@ def _retrain(
             what_if=changed if what_if else None,
             sets=sets,
             deadline=timeout,
-            progress=progress,
+            progress=lambda done, steps: say(f"{done} of {steps} steps"),
         )
     if as_json:
         print_line(json.dumps(report.to_json() | {"log_notes": recorded.unreadable}, indent=2))
@@ -217,7 +203,7 @@ def _serve(
     run: str,
     name: str,
     sets: tuple[str, ...],
-    file: Path | None,
+    config_file: Path | None,
     speed: float,
     wait: float,
     config_out: Path | None,
@@ -234,7 +220,7 @@ def _serve(
     log_to_stderr()
     recorded = RunLog(settings, run, deadline=math.inf)
     check_sets(sets)
-    config = recorded_config(recorded.started, kafka, file, [*sets, f"run.name={name}"])
+    config = recorded_config(recorded.started, kafka, config_file, [*sets, f"run.name={name}"])
     recording = Recording(recorded, name)
     topics = RunTopics(run)
     with TopicAdmin(settings) as admin:
@@ -243,7 +229,7 @@ def _serve(
         if config_out is not None:
             _write_new(config_out, to_toml(config))
         new = admin.create(topic_plan(config), exist_ok=True)
-    command = ["dora", "train", str(config_out or file or "CONFIG")]
+    command = ["dora", "train", str(config_out or config_file or "CONFIG")]
     if config_out is None:
         command += [part for text in (*sets, f"run.name={name}") for part in ("--set", text)]
     command += ["-b", str(kafka.bootstrap_servers)]

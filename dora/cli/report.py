@@ -2,19 +2,18 @@
 
 import json
 import os
-import tempfile
 import webbrowser
-from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from dora.bus.settings import cluster_settings
-from dora.cli.options import json_option, kafka_options, print_line
+from dora.cli.console import waiting
+from dora.cli.options import json_option, kafka_options, print_line, timeout_option
 from dora.config import KafkaSection
 from dora.consumers.report_reading import read_report
 from dora.errors import DoraError, UsageError
+from dora.whole_file import write_whole
 
 
 @click.command()
@@ -29,14 +28,7 @@ from dora.errors import DoraError, UsageError
 @click.option("--compare", metavar="RUN2", help="Another run of the cluster, in the same plots.")
 @click.option("--no-audit", is_flag=True, help="Leave the audit out: faster, proves nothing.")
 @click.option("--open", "show", is_flag=True, help="Open the file in the browser.")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=1),
-    default=3600.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Give up when reading a run's log takes longer.",
-)
+@timeout_option(3600.0)
 @kafka_options
 @json_option
 def report(
@@ -57,13 +49,10 @@ def report(
     if compare == run:
         raise UsageError(f"--compare {compare}: a run is not compared with itself")
     path = checked_output(output if output is not None else Path(f"{run}-report.html"))
-    stderr = Console(stderr=True)
-    shown = stderr.is_terminal and not as_json
-    with stderr.status(f"reading {run}") if shown else nullcontext() as status:
+    with waiting(f"reading {run}", quiet=as_json) as say:
 
         def progress(topic: str, records: int) -> None:
-            if status is not None:
-                status.update(f"reading {topic}: {records:,} records")
+            say(f"reading {topic}: {records:,} records")
 
         reports = [
             read_report(
@@ -76,18 +65,18 @@ def report(
             for name in (run, compare)
             if name is not None
         ]
-        if status is not None:
-            status.update("drawing")
+        say("drawing")
         from dora.cli.report_page import render
 
         page = render(reports)
-    written = write_whole(path, page)
+    _write(path, page)
+    size = path.stat().st_size
     if as_json:
         print_line(
             json.dumps(
                 {
                     "file": str(path),
-                    "bytes": written,
+                    "bytes": size,
                     "runs": [each.run for each in reports],
                     "steps": [each.numbers.steps for each in reports],
                     "violations": [
@@ -98,7 +87,7 @@ def report(
             )
         )
     else:
-        print_line(f"{path} ({written / 1000:,.0f} kB)")
+        print_line(f"{path} ({size / 1000:,.0f} kB)")
         for each in reports:
             if not each.numbers.steps:
                 print_line(f"run {each.run} has not committed a step yet: its curves are empty")
@@ -118,23 +107,11 @@ def checked_output(path: Path) -> Path:
     return path
 
 
-def write_whole(path: Path, text: str) -> int:
-    """Write the file whole or not at all; its size in bytes. DoraError if the disk refuses."""
-    data = text.encode("utf-8", errors="replace")
-    draft: str | None = None
+def _write(path: Path, page: str) -> None:
     try:
-        with tempfile.NamedTemporaryFile(
-            dir=path.absolute().parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            draft = file.name
-            file.write(data)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(draft, 0o666 & ~mask)
-        os.replace(draft, path)
+        write_whole(path, page)
     except OSError as error:
-        if draft is not None:
-            with suppress(OSError):
-                os.unlink(draft)
-        raise DoraError(f"{path} could not be written: {error.strerror or error}") from error
-    return len(data)
+        raise DoraError(
+            f"{path} could not be written: {error.strerror or error}",
+            hint="Give another place with -o.",
+        ) from error

@@ -15,7 +15,15 @@ import click
 from rich.console import Console
 
 from dora.bus.settings import cluster_settings
-from dora.cli.options import json_option, kafka_options, print_line
+from dora.cli.console import waiting
+from dora.cli.options import (
+    config_file_option,
+    json_option,
+    kafka_options,
+    print_line,
+    sets_option,
+    timeout_option,
+)
 from dora.cli.rescore_display import Change, Outcome, show
 from dora.config import Config, KafkaSection
 from dora.consumers.recorded_config import recorded_config
@@ -102,25 +110,9 @@ def _steps(
     metavar="FILE.jsonl",
     help="Write old and new reward of every trajectory, one object a line.",
 )
-@click.option(
-    "--config",
-    "config_file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="The run's configuration, in place of the one that its ledger recorded.",
-)
-@click.option(
-    "--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE",
-    help="Change a key of it, such as task.path where the data lies elsewhere.",
-)  # fmt: skip
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=1),
-    default=3600.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Give up when reading the log takes longer.",
-)
+@config_file_option
+@sets_option("Change a key of it, such as task.path where the data lies elsewhere.")
+@timeout_option(3600.0)
 @kafka_options
 @json_option
 def rescore(
@@ -144,15 +136,12 @@ def rescore(
     They are scored as rollout workers score: in processes of their own, each response within
     task.verifier_timeout_seconds. Nothing is written to the run.
     """
-    stderr = Console(stderr=True)
-    terminal = stderr.is_terminal and not as_json
-    with stderr.status(f"reading {run}") if terminal else contextlib.nullcontext() as status:
+    with waiting(f"reading {run}", quiet=as_json) as say:
         log = RunLog(cluster_settings(kafka), run, deadline=timeout)
         config = recorded_config(log.started, kafka, config_file, sets)
         threshold = config.task.success_threshold if threshold is None else threshold
         selection = select(log, version, steps, limit)
-        if status is not None:
-            status.update(f"loading the task and the verifier of {run}")
+        say(f"loading the task and the verifier of {run}")
         task = create_task(config, tokenizer_of(config))
         processes = jobs or len(os.sched_getaffinity(0))
         scorer = open_scorer(config, verifier, processes, Path.cwd())
@@ -164,8 +153,8 @@ def rescore(
                     rows.append(_row(each, score))
                     if file is not None:
                         file.write(json.dumps(_line(each, score)) + "\n")
-                    if status is not None and len(rows) % 100 == 0:
-                        status.update(f"scoring: {len(rows):,} of {len(selection.logged):,}")
+                    if len(rows) % 100 == 0:
+                        say(f"scoring: {len(rows):,} of {len(selection.logged):,}")
             seconds = time.monotonic() - begun
         finally:
             scorer.close()

@@ -13,7 +13,12 @@ from click.core import ParameterSource
 from dora.bus.reader import BEGINNING, END, LogReader, Message
 from dora.bus.settings import ClusterSettings, cluster_settings
 from dora.bus.topics import RunTopics, TopicAdmin
-from dora.cli.options import json_option, kafka_options, print_line
+from dora.cli.options import (
+    config_file_option,
+    json_option,
+    kafka_options,
+    print_line,
+)
 from dora.cli.record_lines import as_line, as_object, version_of
 from dora.config import KafkaSection
 from dora.core.ring import slot_partitions
@@ -85,13 +90,7 @@ def _origin(context: click.Context, parameter: click.Parameter, text: str) -> Or
     metavar="N",
     help="With --text: trajectories on the terminal at once; by default as many as fit.",
 )
-@click.option(
-    "--config",
-    "config_file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="With --text: the run's configuration, if its ledger has not recorded it.",
-)
+@config_file_option
 @kafka_options
 @json_option
 @click.pass_context

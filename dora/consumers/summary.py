@@ -5,12 +5,12 @@ same summary, whoever asks and however often the run was interrupted.
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from dora import __version__
 from dora.consumers.snapshot import Snapshot
+from dora.whole_file import write_whole
 
 FILE_NAME = "summary.json"
 
@@ -85,7 +85,5 @@ def write_summary(summary: dict[str, Any], directory: Path) -> Path:
     """Write `summary.json` into `directory`, whole or not at all; its path."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / FILE_NAME
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
-    draft.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    draft.replace(path)
+    write_whole(path, json.dumps(summary, indent=2) + "\n")
     return path

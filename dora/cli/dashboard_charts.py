@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+HUGE = 1e300
 LEVELS = " ▁▂▃▄▅▆▇█"
 _ASCII = str.maketrans(
     {
@@ -31,7 +32,7 @@ def to_ascii(text: Text) -> Text:
 
 def condensed(values: Sequence[float], columns: int) -> list[float]:
     """Means of consecutive values, at most `columns`; what is no finite number is left out."""
-    finite = [value for value in values if math.isfinite(value)]
+    finite = _finite(values)
     count = min(columns, len(finite))
     parts = [
         finite[i * len(finite) // count : (i + 1) * len(finite) // count] for i in range(count)
@@ -53,7 +54,7 @@ def chart(
 
     The scale goes from `low` to `high`, or over the values. With one line: a sparkline.
     """
-    finite = [value for value in values if math.isfinite(value)]
+    finite = _finite(values)
     head = f"{label:8}"
     if not finite:
         return [Text(f"{head} -")] + [Text("")] * (height - 1)
@@ -89,6 +90,11 @@ def bar(shares: Sequence[tuple[float, str]], width: int) -> Text:
         text.append(("█" if index == 0 else "▒") * cells, style=style)
         used += cells
     return text.append("░" * (width - used), style="dim")
+
+
+def _finite(values: Sequence[float]) -> list[float]:
+    """Those that can be drawn: sums and differences of what is left do not overflow."""
+    return [max(-HUGE, min(HUGE, value)) for value in values if math.isfinite(value)]
 
 
 def _scale(points: Sequence[float], low: float | None, high: float | None) -> tuple[float, float]:

@@ -173,9 +173,9 @@ class Leader:
         for peer, link in self._links.items():
             link.send({"kind": kind, **shared, "share": shares[peer.rank]})
 
-    def check(self) -> None:
-        """RankError if another rank is lost."""
-        error = first_trouble(self._links)
+    def check(self, seconds: float = 0.0) -> None:
+        """RankError if another rank is lost, or turns out to be so in the next `seconds`."""
+        error = _trouble_within(self._links, seconds)
         if error is not None:
             raise error
 
@@ -264,12 +264,16 @@ class Member:
 
 
 def _blame(links: dict[Peer, Link], error: BaseException) -> None:
-    until = time.monotonic() + _BLAME_SECONDS
-    while time.monotonic() < until:
-        trouble = first_trouble(links)
-        if trouble is not None:
-            raise trouble from error
+    trouble = _trouble_within(links, _BLAME_SECONDS)
+    if trouble is not None:
+        raise trouble from error
+
+
+def _trouble_within(links: dict[Peer, Link], seconds: float) -> RankError | None:
+    until = time.monotonic() + seconds
+    while (trouble := first_trouble(links)) is None and time.monotonic() < until:
         time.sleep(0.05)
+    return trouble
 
 
 @contextmanager

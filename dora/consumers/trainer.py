@@ -56,6 +56,9 @@ log = logging.getLogger(__name__)
 READ_SECONDS = 300.0
 PROBES = 8
 
+# A launcher that lost a rank asks the others to stop: time in which the loss shows.
+_LAST_LOOK_SECONDS = 0.5
+
 
 class Trainer:
     """The one trainer of a run; making it fences an older one. `run` does everything.
@@ -125,6 +128,8 @@ class Trainer:
                 self._following = True
                 while not self._complete and not stop.is_set():
                     self._take_step(stop)
+                if self._ranks is not None and not self._complete:
+                    self._ranks.check(_LAST_LOOK_SECONDS)
             done = "all steps are committed" if self._complete else "stopped between two steps"
             log.info("%s: version %d", done, self._state.newest)
             self._heartbeat.say("stopped", done)

@@ -104,6 +104,23 @@ def test_a_killed_rank_ends_all_and_the_redo_is_bit_identical(world: World) -> N
     assert trained(killed) == trained(world)
 
 
+def test_a_launcher_that_notices_first_does_not_hide_which_rank_was_lost(world: World) -> None:
+    """It asks the others to stop, as for an end in order."""
+    with fed(world, most=4):
+        process = world.start(world.config(steps=4, ranks=2))
+        wait_for(lambda: len(world.steps()) == 2, SECONDS)
+        first, second = (psutil.Process(pids_in(world.log)[rank]) for rank in (0, 1))
+        first.suspend()
+        second.kill()
+        wait_for(lambda: not psutil.pid_exists(second.pid) or second.status() == "zombie", SECONDS)
+        first.terminate()
+        first.resume()
+        finish(world, process, 1)
+    text = world.log.read_text()
+    assert re.search(r"rank 1 of 2 \(pid \d+ on .*\) ended without a word", text), text
+    assert_gone(world)
+
+
 def test_a_run_with_two_ranks_survives_the_death_of_one(
     small: SmallRun, settings: ClusterSettings
 ) -> None:

@@ -2,10 +2,11 @@
 
 import io
 import random
+import sys
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -172,6 +173,8 @@ def test_moves_for_one_reason_are_told_as_one() -> None:
 
 
 @given(st.lists(st.floats(), max_size=50), st.integers(1, 60), st.integers(1, 8))
+@example([sys.float_info.max / 2, sys.float_info.max / 1.5], 1, 1)
+@example([-sys.float_info.max, sys.float_info.max], 40, 3)
 @unhurried
 def test_charts_survive_any_numbers(values: list[float], width: int, height: int) -> None:
     lines = chart("loss", values, width, height, "red")

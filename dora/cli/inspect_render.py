@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from dora.cli.visible_text import visible
 from dora.consumers.trajectory_rows import GroupRow, Row
 from dora.consumers.trajectory_view import ChunkView, Token, TrajectoryView, text_of
 
@@ -26,16 +27,6 @@ PROBABILITIES = (
 """Probability of a token from which on it has a style, and what the legend says."""
 _ROWS_TEXT = 48
 _WIDE = 120
-
-
-def visible(text: str, *, newlines: bool = True) -> str:
-    """`text` with control characters spelled out, so that a terminal does nothing but show it."""
-    return "".join(
-        char
-        if char.isprintable() or char == " " or (char == "\n" and newlines)
-        else char.encode("unicode_escape").decode()
-        for char in text
-    )
 
 
 def style_of(logprob: float) -> str:

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from dora.bus.reader import Message, Unreadable
+from dora.cli.visible_text import visible
 from dora.schemas.records import (
     Admission,
     Chunk,
@@ -44,7 +45,7 @@ def as_line(message: Message) -> str:
     """A message on one line."""
     moment = time.strftime("%H:%M:%S", time.localtime(message.timestamp_ms / 1000))
     place = f"{message.partition}@{message.offset}"
-    return f"{moment}  {place:>8}  {_describe(message.value)}"
+    return f"{moment}  {place:>8}  {visible(_describe(message.value), newlines=False)}"
 
 
 def as_object(message: Message) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """How the outcome of a rescoring is shown, to people and to programs.
 
-Invariant: every count of the comparison stands in both forms; texts are shortened for people only.
+Invariant: every count of the comparison stands in both forms; texts are shortened, and freed of
+what would steer a terminal, for people only.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dora.cli.visible_text import visible
 from dora.core.rescoring import Comparison, Means, Rescored
 
 TREND_ROWS = 12
@@ -91,7 +93,7 @@ def show(outcome: Outcome, console: Console) -> None:
         )
     )
     for note in _left_out(outcome):
-        console.print(Text.assemble(("note", "yellow"), f": {note}"))
+        console.print(Text.assemble(("note", "yellow"), f": {visible(note)}"))
     console.print()
     console.print(_summary(c))
     lines = [
@@ -127,7 +129,9 @@ def show(outcome: Outcome, console: Console) -> None:
     console.print(figures)
     for failure in c.failures:
         console.print(
-            Text.assemble((f"  {failure.count:,} × {failure.code}", "red"), f": {failure.reason}")
+            Text.assemble(
+                (f"  {failure.count:,} × {failure.code}", "red"), f": {visible(failure.reason)}"
+            )
         )
     if len(c.by_version) > 1:
         console.print(_trend(c.by_version))
@@ -230,14 +234,13 @@ def merged(versions: Sequence[Means], rows: int) -> list[Means]:
 
 def _show_change(change: Change, console: Console) -> None:
     score = change.score
+    new = f"{score.new:g}" if score.new is not None else f"{score.code}: {score.reason}"
+    old = "none" if score.old is None else f"{score.old:g}"
     console.print(
         Text.assemble(
             (score.trajectory, "bold"),
-            f" (version {score.version}): {_reward(score.old)} → ",
-            (
-                _reward(score.new) if score.new is not None else f"{score.code}: {score.reason}",
-                "green" if score.change > 0 else "red",
-            ),
+            f" (version {score.version}): {old} → ",
+            (visible(new), "green" if score.change > 0 else "red"),
         )
     )
     for name, text in (("prompt", change.prompt), ("response", change.response)):
@@ -247,13 +250,9 @@ def _show_change(change: Change, console: Console) -> None:
 
 def _shortened(text: str) -> str:
     """Begin and end of a text, on one line."""
-    flat = text.replace("\n", "⏎")
+    flat = visible(text.replace("\n", "⏎"))
     half = _TEXT_CHARACTERS // 2
     return flat if len(flat) <= _TEXT_CHARACTERS else f"{flat[:half]} … {flat[-half:]}"
-
-
-def _reward(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"
 
 
 def _difference(before: float, after: float, form: str) -> Text:

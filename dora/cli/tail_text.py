@@ -18,7 +18,7 @@ from rich.live import Live
 from dora.bus.reader import BEGINNING, END, LogReader, Unreadable
 from dora.bus.settings import cluster_settings
 from dora.cli.options import print_line
-from dora.cli.text_rows import ROW_LINES, TextRows, TextScreen, ending, one_line
+from dora.cli.text_rows import ROW_LINES, TextRows, TextScreen, ending, readable
 from dora.config import Config, KafkaSection
 from dora.consumers.recorded_config import recorded_config
 from dora.consumers.run_log import RunLog
@@ -112,8 +112,8 @@ def follow(
         if options.trajectory is not None and record.trajectory_id != options.trajectory:
             return []
         # where versions mix in a trajectory, its own version is the one that it began with
-        group_of = scripts.find(record.trajectory_id)
-        if version not in (None, record.policy_version) and group_of is None:
+        begun = scripts.find(record.trajectory_id) is not None
+        if version not in (None, record.policy_version) and not begun:
             return []
         return [p for p in scripts.take(record) if p.last or p.text or p.rewound]
 
@@ -138,7 +138,7 @@ def as_line(piece: Piece) -> str:
     head = f"{piece.trajectory}{attempt}  v{piece.version}  "
     if piece.rewound:
         head += f"[from token {piece.position} on again] "
-    line = head + one_line(piece.text)
+    line = head + readable(piece.text, newlines=False)
     if not piece.last:
         return line
     tokens = piece.position + piece.tokens

@@ -8,10 +8,11 @@ would steer the terminal are never printed.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.cells import get_character_cell_size
+from rich.cells import chop_cells
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from dora.cli.visible_text import visible
 from dora.core.transcripts import Piece, Transcript
 
 LINGER_SECONDS = 2.0
@@ -133,46 +134,21 @@ def row_lines(row: Row, width: int, height: int) -> list[Text]:
     # no more than what could be shown is wrapped
     wrapped: list[str] = []
     for paragraph in readable(text[-width * room :]).split("\n"):
-        cells = Text(paragraph or " ")
-        wrapped += [line.plain for line in cells.divide(_cuts(paragraph, width))]
+        wrapped += chop_cells(paragraph, width) or [""]
     shown = wrapped[-room:]
     style = "" if end is None else "dim"
-    return [head, *(Text(line.rstrip("\n"), style=style) for line in shown)] + [Text("")] * (
-        room - len(shown)
-    )
+    return [head, *(Text(line, style=style) for line in shown)] + [Text("")] * (room - len(shown))
 
 
 def ending(piece: Piece) -> Text:
     """How a trajectory ended."""
     if piece.reward is None:
-        return Text(f"{piece.finish_reason}, no reward: {readable(piece.error or '')}", style="red")
+        error = readable(piece.error or "", newlines=False)
+        return Text(f"{piece.finish_reason}, no reward: {error}", style="red")
     style = "bold green" if piece.reward > 0 else "bold red"
     return Text.assemble(f"{piece.finish_reason}, ", (f"reward {piece.reward:g}", style))
 
 
-def readable(text: str) -> str:
-    """The text with line ends, and all else that is not printable made visible."""
-    if text.isprintable():
-        return text
-    return "".join(c if c == "\n" or c.isprintable() else _visible(c) for c in text)
-
-
-def one_line(text: str) -> str:
-    """The text on one line."""
-    return readable(text).replace("\n", "\\n")
-
-
-def _visible(character: str) -> str:
-    return {"\t": "    "}.get(character) or character.encode("unicode_escape").decode()
-
-
-def _cuts(paragraph: str, width: int) -> list[int]:
-    """Where lines of at most `width` cells begin, the first one left out."""
-    cuts, used = [], 0
-    for index, character in enumerate(paragraph):
-        size = get_character_cell_size(character)
-        if used + size > width:
-            cuts.append(index)
-            used = 0
-        used += size
-    return cuts
+def readable(text: str, *, newlines: bool = True) -> str:
+    """The text with wide tabs, and what else is not printable spelled out (see `visible`)."""
+    return visible(text.replace("\t", "    "), newlines=newlines)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from dora.cli.tail_text import as_line
-from dora.cli.text_rows import QUIET_SECONDS, TextRows, TextScreen, one_line, readable, row_lines
+from dora.cli.text_rows import QUIET_SECONDS, TextRows, TextScreen, readable, row_lines
 from dora.core.detokenization import Detokenizer
 from dora.core.transcripts import Piece, Transcript
 
@@ -107,7 +107,7 @@ def test_the_screen_fits() -> None:
 def test_generated_text_cannot_steer_the_terminal() -> None:
     evil = "a\x1b[2Jb\r\tc\x07\u202e"
     assert readable(evil) == "a\\x1b[2Jb\\r    c\\x07\\u202e"
-    assert one_line("two\nlines") == "two\\nlines"
+    assert readable("two\nlines", newlines=False) == "two\\nlines"
     assert "\x1b" not in as_line(piece("g0/0", text=evil))
 
 
@@ -116,5 +116,5 @@ def test_a_line_says_where_a_text_is_another_one_and_how_it_ended() -> None:
     assert as_line(again) == "g0/0#1  v3  [from token 7 on again] ab"
     end = Piece("g0/0", 0, 3, 7, 2, "ab", "w1", 0, False, True, "stop", 0.5)
     assert as_line(end) == "g0/0  v3  ab [stop, reward 0.5, 9 tokens]"
-    failed = Piece("g0/0", 0, 3, 9, 0, "", "w1", 0, False, True, "stop", None, "too slow")
-    assert as_line(failed) == "g0/0  v3  [stop, no reward: too slow, 9 tokens]"
+    failed = Piece("g0/0", 0, 3, 9, 0, "", "w1", 0, False, True, "stop", None, "too\nslow")
+    assert as_line(failed) == "g0/0  v3  [stop, no reward: too\\nslow, 9 tokens]"

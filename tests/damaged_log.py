@@ -14,20 +14,13 @@ from dora.schemas.records import (
     Record,
     RunStarted,
     SampleRef,
-    Sampling,
     Step,
     Trajectory,
-    VersionRun,
-    pack_logprobs,
-    pack_tokens,
 )
+from tests import run_records
+from tests.run_records import policy
 
 K, B, G, RING, LANES = 1, 2, 2, 3, 2
-SAMPLING = Sampling(1.0, 1.0, 0, 16, (2,))
-
-
-def policy(version: int) -> Policy:
-    return Policy("r", version, "full", "w", (), f"sum{version}", b"", b"", (), 0)
 
 
 def admission(ordinal: int, version: int, size: int = G) -> Admission:
@@ -35,57 +28,13 @@ def admission(ordinal: int, version: int, size: int = G) -> Admission:
 
 
 def trajectory(group: Admission, sample: int, attempt: int = 0) -> Trajectory:
-    version = group.policy_version
-    return Trajectory(
-        run="r",
-        trajectory_id=ring.trajectory_id(group.group_id, sample),
-        group_id=group.group_id,
-        sample=sample,
-        attempt=attempt,
-        chunks=2,
-        policy_version=version,
-        ordinal=group.ordinal,
-        purpose=group.purpose,
-        token_ids=pack_tokens([7, 1, 2, 3]),
-        mask=b"\0\1\1\1",
-        logprobs=pack_logprobs([0, -1, -1, -1]),
-        version_runs=(VersionRun(version, 3),),
-        finish_reason="stop",
-        reward=1.0,
-        reward_parts={},
-        error=None,
-        text=None,
-        worker="w",
-        engine="emulated",
-        sampling=SAMPLING,
-        started_ms=0,
-        generated_ms=0,
-        created_ms=0,
-    )
+    """One prompt token and three generated ones, of two chunks."""
+    return run_records.trajectory(group, sample, prompt=(7,), attempt=attempt, chunks=2)
 
 
 def chunk(of: Trajectory, sequence: int, position: int, tokens: int, *, resumed: int = 0) -> Chunk:
-    """The trajectory's generated tokens `position .. position + tokens - 1`; its prompt is 1."""
-    held = slice(4 * (1 + position), 4 * (1 + position + tokens))
-    return Chunk(
-        run="r",
-        trajectory_id=of.trajectory_id,
-        group_id=of.group_id,
-        sample=of.sample,
-        attempt=of.attempt,
-        sequence=sequence,
-        policy_version=of.policy_version,
-        ordinal=of.ordinal,
-        purpose=of.purpose,
-        position=position,
-        token_ids=of.token_ids[held],
-        logprobs=of.logprobs[held],
-        last=False,
-        worker="w",
-        sampling=SAMPLING,
-        created_ms=0,
-        resumed_tokens=resumed,
-    )
+    """The trajectory's generated tokens `position .. position + tokens - 1`."""
+    return run_records.chunk(of, sequence, position, position + tokens, resumed_tokens=resumed)
 
 
 @dataclass

@@ -17,18 +17,13 @@ from dora.schemas.records import (
     GroupRef,
     Policy,
     RunStarted,
-    SampleRef,
-    Sampling,
     Status,
     Step,
     Trajectory,
-    VersionRun,
     WeightFile,
-    pack_logprobs,
-    pack_tokens,
 )
+from tests.run_records import policy, run_started, step, trajectory
 
-SAMPLING = Sampling(1.0, 1.0, 0, 64, (2,))
 BEGAN_MS = 1_750_000_000_000
 K = 2
 
@@ -63,36 +58,24 @@ class MadeUpRun:
             "trainer": {"optimizer": {"learning_rate": 1e-3}},
         } | self.config
         text = json.dumps(config)
-        return RunStarted(
-            self.name,
-            "0123456789abcdef",
-            "0.1.0",
-            text,
-            K,
-            self.groups,
-            self.size,
-            K + 2,
-            1,
-            "cluster",
-            {},
-            BEGAN_MS,
-            text,
+        return replace(
+            run_started(self.name, at=BEGAN_MS),
+            identity=text,
+            config=text,
+            max_staleness=K,
+            groups_per_step=self.groups,
+            group_size=self.size,
+            ring=K + 2,
         )
 
     def policies(self) -> dict[int, Policy]:
         files = (WeightFile("model.safetensors", 3_400_000, "0" * 64),)
         return {
-            version: Policy(
-                self.name,
-                version,
-                "full",
-                "file:///w",
-                files,
-                f"{version:064x}",
-                b"",
-                b"",
-                (),
-                BEGAN_MS + version * self.step_ms,
+            version: replace(
+                policy(version, self.name),
+                files=files,
+                weights_checksum=f"{version:064x}",
+                created_ms=BEGAN_MS + version * self.step_ms,
             )
             for version in range(self.steps + 1)
         }
@@ -129,30 +112,16 @@ class MadeUpRun:
                 length = 1 + min(63, int(rng.expovariate(1 / (8 + 14 * progress))))
                 begin = admission.created_ms + rng.randrange(2_000)
                 end = begin + 700 * length
-                identity = ring.trajectory_id(admission.group_id, sample)
                 fate = rng.random()
-                yield Trajectory(
-                    run=self.name,
-                    trajectory_id=identity,
-                    group_id=admission.group_id,
-                    sample=sample,
+                yield trajectory(
+                    admission,
+                    sample,
+                    tokens=[7] * length,
                     attempt=1 if fate < 0.04 else 0,
-                    chunks=1,
-                    policy_version=admission.policy_version,
-                    ordinal=admission.ordinal,
-                    purpose=admission.purpose,
-                    token_ids=pack_tokens([7] * (length + 2)),
-                    mask=b"\0\0" + b"\1" * length,
-                    logprobs=pack_logprobs([0.0] * (length + 2)),
-                    version_runs=(VersionRun(admission.policy_version, length),),
                     finish_reason="length" if length == 64 else "stop",
                     reward=float(rng.random() < 0.05 + 0.7 * progress),
-                    reward_parts={},
-                    error=None,
                     text=f"text {self.hostile}",
                     worker=self.worker(rng),
-                    engine="emulated",
-                    sampling=SAMPLING,
                     started_ms=begin,
                     generated_ms=end,
                     created_ms=end + 20,
@@ -214,50 +183,41 @@ class MadeUpRun:
         for each in self.trajectories():
             if each.purpose == "train":
                 found.setdefault(each.ordinal // self.groups, []).append(each)
+        places = {each.trajectory_id: (0, 0) for batch in found.values() for each in batch}
+        train = [each for each in self.admissions() if each.purpose == "train"]
         entries = []
-        for step in range(self.steps):
-            batch = found[step]
-            refs: dict[int, list[SampleRef]] = {}
-            for each in batch:
-                refs.setdefault(each.ordinal, []).append(SampleRef(each.sample, 0, 0, 0))
-            trained = tuple(
-                GroupRef(
-                    ring.train_group_id(ordinal), ordinal, self.version_of(ordinal), tuple(samples)
-                )
-                for ordinal, samples in refs.items()
-            )
+        for number in range(self.steps):
+            batch = found[number]
             rewards = [each.reward or 0.0 for each in batch]
-            aside = GroupRef(f"g{900_000 + step}", 900_000 + step, step, (), "no signal")
+            aside = GroupRef(f"g{900_000 + number}", 900_000 + number, number, (), "no signal")
             waited = 6.0 + 4 * rng.random()
-            metrics = {
-                "success_rate": sum(rewards) / len(rewards),
-                "reward_mean": sum(rewards) / len(rewards),
-                "trajectories": float(len(batch)),
-                "tokens": float(sum(each.generated_tokens for each in batch)),
-                "loss": 0.1 * rng.random(),
-                "grad_norm": 0.5 + rng.random(),
-                "reference_kl": 0.002 * step,
-                "entropy": 2.4 - step / max(self.steps, 1),
-                "logprob_mismatch_mean": 1e-6 * (1 + rng.random()),
-                "logprob_mismatch_max": 1e-5 * (1 + rng.random()),
-                "idle_seconds": waited,
-                "train_seconds": 8.0,
-                "publish_seconds": 1.2,
-            }
+            made = step(
+                number,
+                number,
+                train[number * self.groups : (number + 1) * self.groups],
+                places,
+                at=BEGAN_MS + (number + 1) * self.step_ms,
+                success_rate=sum(rewards) / len(rewards),
+                reward_mean=sum(rewards) / len(rewards),
+                trajectories=float(len(batch)),
+                tokens=float(sum(each.generated_tokens for each in batch)),
+                loss=0.1 * rng.random(),
+                grad_norm=0.5 + rng.random(),
+                reference_kl=0.002 * number,
+                entropy=2.4 - number / max(self.steps, 1),
+                logprob_mismatch_mean=1e-6 * (1 + rng.random()),
+                logprob_mismatch_max=1e-5 * (1 + rng.random()),
+                idle_seconds=waited,
+                train_seconds=8.0,
+                publish_seconds=1.2,
+            )
             entries.append(
-                Step(
-                    self.name,
-                    "step",
-                    step,
-                    step,
-                    step + 1,
-                    trained,
-                    (aside,) if step % 5 == 3 else (),
-                    metrics,
-                    f"{step + 1:064x}",
-                    f"checkpoint-{step + 1}" if step % 4 == 3 else None,
-                    "trainer-one" if step < 7 else "trainer-two",
-                    BEGAN_MS + (step + 1) * self.step_ms,
+                replace(
+                    made,
+                    set_aside=(aside,) if number % 5 == 3 else (),
+                    weights_checksum=f"{number + 1:064x}",
+                    checkpoint=f"checkpoint-{number + 1}" if number % 4 == 3 else None,
+                    trainer="trainer-one" if number < 7 else "trainer-two",
                 )
             )
         return entries

@@ -1,11 +1,12 @@
 """A small consistent run, record by record, for tests of what reads a run's log."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from dora.core import ring
 from dora.schemas.records import (
     Admission,
+    Chunk,
     GroupRef,
     Policy,
     Purpose,
@@ -45,35 +46,69 @@ def admission(ordinal: int, version: int, run: str = "r", purpose: Purpose = "tr
 
 
 def trajectory(
-    group: Admission, sample: int = 0, *, reward: float | None = 1.0, at: int = 0
+    group: Admission,
+    sample: int = 0,
+    *,
+    prompt: Sequence[int] = (7, 8),
+    tokens: Sequence[int] = (1, 2, 3),
+    reward: float | None = 1.0,
+    at: int = 0,
+    **fields: object,
 ) -> Trajectory:
-    """Two prompt tokens and three generated ones."""
-    return Trajectory(
-        run=group.run,
-        trajectory_id=ring.trajectory_id(group.group_id, sample),
-        group_id=group.group_id,
-        sample=sample,
-        attempt=0,
-        chunks=1,
-        policy_version=group.policy_version,
-        ordinal=group.ordinal,
-        purpose=group.purpose,
-        token_ids=pack_tokens([7, 8, 1, 2, 3]),
-        mask=b"\0\0\1\1\1",
-        logprobs=pack_logprobs([0, 0, -1, -1, -1]),
-        version_runs=(VersionRun(group.policy_version, 3),),
-        finish_reason="stop" if reward is not None else "error",
-        reward=reward,
-        reward_parts={},
-        error=None if reward is not None else "verifier timed out",
-        text="nus\nsun",
-        worker="w0",
-        engine="emulated",
-        sampling=SAMPLING,
-        started_ms=at,
-        generated_ms=at,
-        created_ms=at,
-    )
+    """A finished one: `prompt` and the generated `tokens`; `fields` replace what is made up."""
+    values: dict[str, object] = {
+        "run": group.run,
+        "trajectory_id": ring.trajectory_id(group.group_id, sample),
+        "group_id": group.group_id,
+        "sample": sample,
+        "attempt": 0,
+        "chunks": 1,
+        "policy_version": group.policy_version,
+        "ordinal": group.ordinal,
+        "purpose": group.purpose,
+        "token_ids": pack_tokens([*prompt, *tokens]),
+        "mask": bytes(len(prompt)) + b"\1" * len(tokens),
+        "logprobs": pack_logprobs([0.0] * len(prompt) + [-1.0] * len(tokens)),
+        "version_runs": (VersionRun(group.policy_version, len(tokens)),),
+        "finish_reason": "stop" if reward is not None else "error",
+        "reward": reward,
+        "reward_parts": {},
+        "error": None if reward is not None else "verifier timed out",
+        "text": "nus\nsun",
+        "worker": "w0",
+        "engine": "emulated",
+        "sampling": SAMPLING,
+        "started_ms": at,
+        "generated_ms": at,
+        "created_ms": at,
+    }
+    return Trajectory(**values | fields)  # type: ignore[arg-type]
+
+
+def chunk(of: Trajectory, sequence: int, begin: int, end: int, **fields: object) -> Chunk:
+    """The generated tokens `begin` to `end` (exclusive) of a trajectory, whose prompt comes first;
+    `fields` replace what is made up."""
+    prompt = of.mask.count(0)
+    held = slice(4 * (prompt + begin), 4 * (prompt + end))
+    values: dict[str, object] = {
+        "run": of.run,
+        "trajectory_id": of.trajectory_id,
+        "group_id": of.group_id,
+        "sample": of.sample,
+        "attempt": of.attempt,
+        "sequence": sequence,
+        "policy_version": of.policy_version,
+        "ordinal": of.ordinal,
+        "purpose": of.purpose,
+        "position": begin,
+        "token_ids": of.token_ids[held],
+        "logprobs": of.logprobs[held],
+        "last": False,
+        "worker": of.worker,
+        "sampling": of.sampling,
+        "created_ms": of.created_ms,
+    }
+    return Chunk(**values | fields)  # type: ignore[arg-type]
 
 
 def places_of(records: Iterable[Record]) -> dict[str, tuple[int, int]]:

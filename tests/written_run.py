@@ -22,11 +22,10 @@ from dora.schemas.records import (
     SlotOffset,
     Step,
     Trajectory,
-    VersionRun,
     pack_logprobs,
     pack_tokens,
 )
-from tests.run_records import SAMPLING
+from tests import run_records
 
 K, B, G, RING = 1, 2, 2, 3
 DEADLINE = 30.0
@@ -85,30 +84,21 @@ def reward_of(ordinal: int, sample: int) -> float:
 def trajectory(group: Admission, sample: int, attempt: int = 0) -> Trajectory:
     """A finished trajectory; the second attempt resumes four tokens."""
     tokens = response(group.ordinal, sample)
-    version = group.policy_version
     failed = group.group_id == SET_ASIDE and sample == 1
-    return Trajectory(
-        run=group.run,
-        trajectory_id=ring.trajectory_id(group.group_id, sample),
-        group_id=group.group_id,
-        sample=sample,
+    reward = None if failed else reward_of(group.ordinal, sample)
+    return run_records.trajectory(
+        group,
+        sample,
+        prompt=PROMPT,
+        tokens=tokens,
+        reward=reward,
         attempt=attempt,
         chunks=2,
-        policy_version=version,
-        ordinal=group.ordinal,
-        purpose=group.purpose,
-        token_ids=pack_tokens([*PROMPT, *tokens]),
-        mask=bytes(len(PROMPT)) + b"\1" * len(tokens),
         logprobs=pack_logprobs([0.0] * len(PROMPT) + logprobs_of(tokens)),
-        version_runs=(VersionRun(version, len(tokens)),),
         finish_reason="error" if failed else "length" if sample else "stop",
-        reward=None if failed else reward_of(group.ordinal, sample),
         reward_parts={} if failed else {"right": float(sample), "style": group.ordinal / 100},
-        error="verifier timed out" if failed else None,
         text=f"text of {group.group_id}/{sample}",
         worker=f"w{attempt}",
-        engine="emulated",
-        sampling=SAMPLING,
         started_ms=at(group) + 10 + 100 * attempt,
         generated_ms=at(group) + 500,
         created_ms=at(group) + 520,
@@ -128,33 +118,18 @@ def at(group: Admission) -> int:
 
 def chunks_of(of: Trajectory) -> list[Chunk]:
     """Its attempt's chunks: four tokens and the rest; an attempt before it was lost after one."""
-    tokens = [int(token) for token in response(of.ordinal, of.sample)]
-    values = logprobs_of(tokens)
+    end = of.generated_tokens
 
-    def chunk(attempt: int, sequence: int, begin: int, end: int, resumed: int = 0) -> Chunk:
-        return Chunk(
-            run=of.run,
-            trajectory_id=of.trajectory_id,
-            group_id=of.group_id,
-            sample=of.sample,
-            attempt=attempt,
-            sequence=sequence,
-            policy_version=of.policy_version,
-            ordinal=of.ordinal,
-            purpose=of.purpose,
-            position=begin,
-            token_ids=pack_tokens(tokens[begin:end]),
-            logprobs=pack_logprobs(values[begin:end]),
-            last=attempt == of.attempt and end == len(tokens),
-            worker=f"w{attempt}",
-            sampling=of.sampling,
-            created_ms=of.started_ms + 100 * (sequence + 1) - 100 * (of.attempt - attempt),
-            resumed_tokens=resumed,
-        )
+    def chunk(attempt: int, sequence: int, begin: int, end: int, **fields: object) -> Chunk:
+        created = of.started_ms + 100 * (sequence + 1) - 100 * (of.attempt - attempt)
+        return run_records.chunk(
+            of, sequence, begin, end,
+            attempt=attempt, worker=f"w{attempt}", created_ms=created, **fields,
+        )  # fmt: skip
 
     lost = [chunk(attempt, 0, 0, 4) for attempt in range(of.attempt)]
-    first = chunk(of.attempt, 0, 0, 4, resumed=4 if of.attempt else 0)
-    return [*lost, first, chunk(of.attempt, 1, 4, len(tokens))]
+    first = chunk(of.attempt, 0, 0, 4, resumed_tokens=4 if of.attempt else 0)
+    return [*lost, first, chunk(of.attempt, 1, 4, end, last=True)]
 
 
 def command(group: Admission, sample: int, attempt: int = 0) -> Command:

@@ -13,12 +13,7 @@ from click.core import ParameterSource
 from dora.bus.reader import BEGINNING, END, LogReader, Message
 from dora.bus.settings import ClusterSettings, cluster_settings
 from dora.bus.topics import RunTopics, TopicAdmin
-from dora.cli.options import (
-    config_file_option,
-    json_option,
-    kafka_options,
-    print_line,
-)
+from dora.cli.options import config_file_option, json_option, kafka_options, print_line
 from dora.cli.record_lines import as_line, as_object, version_of
 from dora.config import KafkaSection
 from dora.core.ring import slot_partitions
@@ -123,66 +118,35 @@ def tail(
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
     if text:
-        _tail_text(
-            given, run, origin, version, limit, stop_at_end, trajectory, rows, config_file, kafka,
-            as_json,
+        from dora.cli.tail_text import TextOptions, tail_text
+
+        if "kind" in given:
+            raise UsageError("--text shows chunks and trajectories: leave --topic out")
+        if origin.last is not None or origin.offset >= 0:
+            raise UsageError("--text begins at the beginning or at the end: -o beginning, -o end")
+        whole = trajectory is not None and "origin" not in given
+        options = TextOptions(
+            run, whole or origin.offset == BEGINNING, version, trajectory, limit, rows, stop_at_end,
+            as_json, config_file,
         )  # fmt: skip
+        tail_text(options, kafka)
         return
     if given & {"trajectory", "rows", "config_file"}:
         raise UsageError("--trajectory, --rows and --config are for --text")
     settings = cluster_settings(kafka)
     topics = RunTopics(run)
-    topic = {name: f"{run}.{name}" for name in TOPICS}[kind]
-    admin = TopicAdmin(settings)
-    counts = {info.name: info.partitions for info in admin.describe(run)}
-    if topic not in counts:
-        raise admin.unknown_run(run)
-    reader = LogReader(settings, client_id=f"{run}.tail")
-    try:
+    topic = f"{run}.{kind}"
+    with TopicAdmin(settings) as admin:
+        counts = {info.name: info.partitions for info in admin.describe(run)}
+        if topic not in counts:
+            raise admin.unknown_run(run)
+    with LogReader(settings, client_id=f"{run}.tail") as reader:
         wanted = {(topic, partition): origin.offset for partition in range(counts[topic])}
         if version is not None and kind in ("chunks", "trajectories"):
             wanted = _range_of(settings, topics, topic, version, wanted, origin)
         messages = _messages(reader, wanted, origin, version, stop_at_end)
         for message in itertools.islice(messages, limit):
             print_line(json.dumps(as_object(message)) if as_json else as_line(message))
-    finally:
-        reader.close()
-
-
-def _tail_text(
-    given: set[str],
-    run: str,
-    origin: Origin,
-    version: int | None,
-    limit: int | None,
-    stop_at_end: bool,
-    trajectory: str | None,
-    rows: int | None,
-    config_file: Path | None,
-    kafka: KafkaSection,
-    as_json: bool,
-) -> None:
-    from dora.cli.tail_text import TextOptions, tail_text
-
-    if "kind" in given:
-        raise UsageError("--text shows chunks and trajectories: leave --topic out")
-    if origin.last is not None or origin.offset >= 0:
-        raise UsageError("--text begins at the beginning or at the end: -o beginning, -o end")
-    beginning = origin.offset == BEGINNING or (trajectory is not None and "origin" not in given)
-    tail_text(
-        TextOptions(
-            run=run,
-            beginning=beginning,
-            version=version,
-            trajectory=trajectory,
-            limit=limit,
-            rows=rows,
-            stop_at_end=stop_at_end,
-            as_json=as_json,
-            config_file=config_file,
-        ),
-        kafka,
-    )
 
 
 def _messages(
@@ -227,8 +191,7 @@ def _range_of(
     """Only the partitions of the version's slot, from where the version starts in them."""
     started: RunStarted | None = None
     policy: Policy | None = None
-    reader = LogReader(settings, client_id=f"{topics.run}.tail")
-    try:
+    with LogReader(settings, client_id=f"{topics.run}.tail") as reader:
         reader.assign({(topics.steps, 0): BEGINNING, (topics.policies, 0): BEGINNING})
         for message in reader.read_to_end(_READ_SECONDS):
             match message.value:
@@ -236,8 +199,6 @@ def _range_of(
                     started = message.value
                 case Policy() if message.value.version == version:
                     policy = message.value
-    finally:
-        reader.close()
     if started is None:
         return dict(wanted)
     name = topic.rpartition(".")[2]

@@ -9,17 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from dora.core.groups import has_signal
+
 STD_EPSILON = 1e-6
 """Added to the standard deviation, as implementations of GRPO do, so that nearly equal rewards do
 not blow up."""
-
-
-def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether a group's rewards differ at all.
-
-    Groups without signal are what dynamic sampling filters (DAPO, arXiv 2503.14476, section 3.2).
-    """
-    return any(reward != rewards[0] for reward in rewards[1:])
 
 
 def group_advantages(rewards: Sequence[float], *, divide_by_std: bool) -> npt.NDArray[np.float32]:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dora.config_training import LossSection
-from dora.consumers.advantages import has_signal
 from dora.consumers.batches import Sample, group_samples
+from dora.core.groups import has_signal
 from dora.core.state import Group, RunState, finished_facts
 from dora.core.streaming import next_group
 from dora.core.window import Blocked, Candidate, pick_batch

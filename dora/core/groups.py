@@ -3,6 +3,7 @@
 Invariant: a group holds at most one finished record per sample index, the one that counts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dora.core.window import Candidate
@@ -45,6 +46,14 @@ def finished_facts(trajectory: Trajectory, partition: int, offset: int) -> Finis
         partition=partition,
         offset=offset,
     )
+
+
+def has_signal(rewards: Sequence[float]) -> bool:
+    """Whether a group's rewards differ at all.
+
+    Groups without signal are what dynamic sampling filters (DAPO, arXiv 2503.14476, section 3.2).
+    """
+    return any(reward != rewards[0] for reward in rewards[1:])
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dora.core.groups import has_signal
 from dora.schemas.records import Purpose
 
 REASONS_KEPT = 10
@@ -203,16 +204,18 @@ def _groups(scores: Sequence[Rescored], sizes: Mapping[str, int]) -> GroupChange
     whole = [m for group, m in members.items() if len(m) == sizes.get(group, len(m))]
     count: Counter[str] = Counter()
     for group in whole:
-        before, after = _signs([s.old for s in group]), _signs([s.new for s in group])
-        count["failed_before"] += before is None
-        count["failed_after"] += after is None
-        had, has = bool(before and any(before)), bool(after and any(after))
+        before = [s.old for s in group if s.old is not None]
+        after = [s.new for s in group if s.new is not None]
+        failed_before, failed_after = len(before) < len(group), len(after) < len(group)
+        count["failed_before"] += failed_before
+        count["failed_after"] += failed_after
+        had, has = not failed_before and has_signal(before), not failed_after and has_signal(after)
         count["signal_before"] += had
         count["signal_after"] += has
         count["gained"] += has and not had
         count["lost"] += had and not has
-        if before is not None and after is not None:
-            for old, new in zip(before, after, strict=True):
+        if not failed_before and not failed_after:
+            for old, new in zip(_signs(before), _signs(after), strict=True):
                 count["turned"] += old * new < 0
                 count["changed"] += old != new
     return GroupChanges(
@@ -229,16 +232,8 @@ def _groups(scores: Sequence[Rescored], sizes: Mapping[str, int]) -> GroupChange
     )
 
 
-def _signs(rewards: Sequence[float | None]) -> list[int] | None:
-    """Signs of the advantages of a group; None if one of its rewards is missing."""
-    values = [reward for reward in rewards if reward is not None]
-    if len(values) < len(rewards):
-        return None
-    if all(value == values[0] for value in values):
-        return [0] * len(values)
-    mean = math.fsum(values) / len(values)
-    scale = max(abs(value) for value in values)
-    return [
-        0 if abs(v - mean) <= _NEARLY_ZERO * scale else int(math.copysign(1, v - mean))
-        for v in values
-    ]
+def _signs(rewards: Sequence[float]) -> list[int]:
+    """Signs of the advantages of a group; 0 where only rounding keeps a reward from the mean."""
+    mean = math.fsum(rewards) / len(rewards)
+    nearly_zero = _NEARLY_ZERO * max(map(abs, rewards))
+    return [(r - mean > nearly_zero) - (mean - r > nearly_zero) for r in rewards]

@@ -56,7 +56,6 @@ class Transcript:
     read: int = 0
     ended: bool = False
     points: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_RATE_POINTS))
-    end: Piece | None = None
 
     @property
     def length(self) -> int:
@@ -98,15 +97,13 @@ class Transcripts:
         if isinstance(record, Trajectory):
             self._waiting.setdefault(record.trajectory_id, record)
             return self._ends(record.trajectory_id)
-        piece = self._continue(record)
-        return [*([piece] if piece is not None else []), *self._ends(record.trajectory_id)]
+        pieces = [self._continue(record), *self._ends(record.trajectory_id)]
+        return [piece for piece in pieces if piece is not None]
 
     def settle(self, *, everything: bool = False) -> list[Piece]:
         """The ends of trajectories whose chunks do not seem to come any more: `everything` that
         waits for them, or what has waited since the last call."""
-        due = (
-            list(self._waiting) if everything else [i for i in self._waiting if i in self._overdue]
-        )
+        due = [i for i in self._waiting if everything or i in self._overdue]
         pieces = [self._finish(self._waiting[identity]) for identity in due]
         self._overdue = set(self._waiting)
         return pieces
@@ -187,14 +184,12 @@ class Transcripts:
             self._rewind(script, max(len(generated), script.begin))
             rewound = True
         rest = script.detokenizer.finish()
-        script.text += rest
-        end = Piece(
+        script.text += rest  # a terminal shows it for a while
+        self._finished[identity] = None
+        if len(self._finished) > FINISHED_KEPT:
+            del self._finished[next(iter(self._finished))]
+        return Piece(
             identity, record.attempt, record.policy_version, position, len(generated) - position,
             text + rest, record.worker, record.created_ms, rewound, True, record.finish_reason,
             record.reward, record.error,
         )  # fmt: skip
-        script.end = end
-        self._finished[identity] = None
-        if len(self._finished) > FINISHED_KEPT:
-            del self._finished[next(iter(self._finished))]
-        return end

@@ -10,6 +10,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from dora.config import Config
@@ -106,13 +107,8 @@ def score_again(
     """
     waiting: dict[str, Logged] = {}
     rest = iter(logged)
-    more = True
-    while more or waiting:
-        while more and len(waiting) < PENDING:
-            each = next(rest, None)
-            if each is None:
-                more = False
-                break
+    while True:
+        for each in islice(rest, PENDING - len(waiting)):
             prompt = task.prompt(each.ordinal, each.purpose)
             if zlib.crc32(pack_tokens(prompt.token_ids)) != each.prompt:
                 raise TaskError(
@@ -123,8 +119,10 @@ def score_again(
                 )
             waiting[each.trajectory] = each
             scorer.submit(each.trajectory, each.text, prompt.item)
+        if not waiting:
+            return
         scored = scorer.poll()
         for score in scored:
             yield waiting.pop(score.key), score
-        if not scored and waiting:
+        if not scored:
             time.sleep(_POLL_SECONDS)

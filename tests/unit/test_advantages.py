@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from dora.consumers.advantages import group_advantages, has_signal
+from dora.consumers.advantages import group_advantages
+from dora.core.groups import has_signal
 
 
 def test_grpo_divides_by_the_standard_deviation() -> None:

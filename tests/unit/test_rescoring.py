@@ -106,6 +106,14 @@ def test_a_reward_at_the_mean_has_no_advantage_whatever_rounding_says() -> None:
     assert compare(scores, threshold=1, group_sizes={"g0": 3}).groups.advantages_changed == 0
 
 
+def test_a_group_has_signal_where_it_has_for_the_trainer() -> None:
+    # rewards that differ, however little, are trained; nobody's advantage is worth counting
+    scores = [score("g0/0", 1.0, 1.0), score("g0/1", 1.0, 1.0 + 1e-13)]
+    groups = compare(scores, threshold=1, group_sizes={"g0": 2}).groups
+    assert (groups.signal_before, groups.signal_after) == (0, 1)
+    assert groups.advantages_changed == 0
+
+
 def test_failures_are_told_by_reason_and_the_rest_by_code() -> None:
     scores = [
         Rescored(f"g{n}/0", f"g{n}", 0, "train", 1.0, None, "verifier_raised", f"line {n % 13}")

@@ -10,9 +10,8 @@ from typing import Any
 from dora.cli.report_svg import PAINT, SERIES, VERSIONS, Chart, figure, markup
 from dora.cli.report_text import compact, percent, short, time_unit
 from dora.consumers.report_data import RunReport
-from dora.consumers.report_statistics import Point, thinned
+from dora.consumers.report_statistics import CURVE_POINTS, Point, thinned
 
-CURVE_POINTS = 300
 _BAND = 0.18
 
 Points = Callable[[RunReport], Sequence[Point]]

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dora.consumers.report_data import KeyNumbers, RunReport, StepTime, Tail, VersionRow, flattened
 from dora.consumers.report_incidents import Incidents
 from dora.consumers.report_statistics import (
+    CURVE_POINTS,
     Moments,
     Point,
     blocks,
@@ -22,9 +23,9 @@ from dora.consumers.report_statistics import (
 from dora.consumers.report_tally import Control, Scores, Tally
 from dora.core.audit_report import AuditReport
 from dora.core.identity import schedule_of
+from dora.core.step_metrics import idle_share, mismatch_mean, success, total
 from dora.schemas.records import Policy, RunStarted, Step
 
-CURVE_POINTS = 300
 TIME_STEPS = 120
 METRICS = (
     "loss",
@@ -57,8 +58,7 @@ def assemble(
     staleness: Counter[int] = Counter(
         step.version_in - group.version for step in steps for group in step.trained
     )
-    timeline = tally.timeline()
-    last_ms = max(started.created_ms, tally.last_ms, *(e.created_ms for e in ledger[-1:]), 0)
+    last_ms = max(started.created_ms, tally.last_ms, *(e.created_ms for e in ledger[-1:]))
     seconds_of = {
         version: (policy.created_ms - started.created_ms) / 1000
         for version, policy in policies.items()
@@ -87,7 +87,7 @@ def assemble(
         tails=tuple(tails),
         finish_reasons=dict(tally.finish_reasons.most_common()),
         errors=dict(tally.errors.most_common()),
-        timeline=timeline,
+        timeline=tally.timeline(),
         times=_times(started, steps),
         generated=tuple(tally.generated.rates()) if tally.trajectories else (),
         trained=_trained(started, steps),
@@ -115,30 +115,19 @@ def _numbers(
     last_ms: int,
 ) -> KeyNumbers:
     wall = max(0.0, (last_ms - started.created_ms) / 1000)
-    if tally.evaluated:
-        source = "evaluation"
-        chosen = [tally.evaluated[version] for version in sorted(tally.evaluated)]
-        rates = [s.successes / s.rewards.count for s in chosen]
-        ends: tuple[float | None, float | None] = (rates[0], rates[-1])
-    else:
-        source = "training"
-        ends = (
-            (steps[0].metrics.get("success_rate"), steps[-1].metrics.get("success_rate"))
-            if steps
-            else (None, None)
-        )
-    sums = {
-        name: math.fsum(step.metrics.get(name, 0.0) for step in steps)
-        for name in ("idle_seconds", "train_seconds", "publish_seconds", "tokens", "trajectories")
-    }
-    busy = sums["idle_seconds"] + sums["train_seconds"] + sums["publish_seconds"]
+    metrics = [step.metrics for step in steps]
+    evaluated = [
+        scores.successes / scores.rewards.count for _, scores in sorted(tally.evaluated.items())
+    ]
+    measured = success(evaluated, metrics)
+    responses = total(metrics, "trajectories")
     trained = sum(staleness.values())
     return KeyNumbers(
         steps=len(steps),
         wall_seconds=wall,
-        success_first=ends[0],
-        success_last=ends[1],
-        success_source=source,
+        success_first=measured.first,
+        success_last=measured.last,
+        success_source=measured.source,
         trajectories=tally.trajectories,
         tokens=tally.tokens,
         tokens_per_second=tally.tokens / wall if wall else None,
@@ -148,26 +137,13 @@ def _numbers(
         groups_trained=trained,
         groups_set_aside=sum(len(entry.set_aside) for entry in ledger),
         live_versions_max=tally.spans.most_at_once(),
-        trainer_idle_share=sums["idle_seconds"] / busy if busy else None,
-        logprob_mismatch_mean=_mismatch(steps),
+        trainer_idle_share=idle_share(metrics),
+        logprob_mismatch_mean=mismatch_mean(metrics),
         step_seconds=_since(started, steps[-1]) / len(steps) if steps else None,
-        response_length_mean=(
-            sums["tokens"] / sums["trajectories"] if sums["trajectories"] else None
-        ),
+        response_length_mean=total(metrics, "tokens") / responses if responses else None,
         takeovers=incidents.counts.get("takeover", 0),
         migrations=incidents.counts.get("migration", 0),
     )
-
-
-def _mismatch(steps: Sequence[Step]) -> float | None:
-    """Mean over tokens, as the summary has it."""
-    pairs = [
-        (step.metrics["logprob_mismatch_mean"], step.metrics.get("tokens", 1.0))
-        for step in steps
-        if "logprob_mismatch_mean" in step.metrics
-    ]
-    weight = math.fsum(tokens for _, tokens in pairs)
-    return math.fsum(value * tokens for value, tokens in pairs) / weight if weight else None
 
 
 def _success(
@@ -177,8 +153,7 @@ def _success(
     over neighbouring steps where there are many."""
     told = [step for step in steps if "success_rate" in step.metrics]
     points = []
-    for block in blocks(len(told), CURVE_POINTS):
-        chosen = [told[i] for i in block]
+    for chosen in blocks(told, CURVE_POINTS):
         successes = trials = 0.0
         for step in chosen:
             count = step.metrics.get("trajectories")
@@ -208,8 +183,7 @@ def _reward(
     band where these are deleted."""
     told = [step for step in steps if "reward_mean" in step.metrics]
     points = []
-    for block in blocks(len(told), CURVE_POINTS):
-        chosen = [told[i] for i in block]
+    for chosen in blocks(told, CURVE_POINTS):
         mean = math.fsum(step.metrics["reward_mean"] for step in chosen) / len(chosen)
         pooled, whole = Moments(), True
         for step in chosen:
@@ -261,17 +235,16 @@ def _metrics(started: RunStarted, steps: Sequence[Step]) -> dict[str, tuple[Poin
 
 def _times(started: RunStarted, steps: Sequence[Step]) -> tuple[StepTime, ...]:
     """Seconds of each step, or sums over neighbouring steps where there are many."""
-    before = [started.created_ms, *(step.created_ms for step in steps)]
     result = []
-    for block in blocks(len(steps), TIME_STEPS):
-        chosen = [steps[i] for i in block]
+    before = started.created_ms
+    for chosen in blocks(steps, TIME_STEPS):
+        spent = [step.metrics for step in chosen]
         idle, train, publish = (
-            math.fsum(step.metrics.get(name, 0.0) for step in chosen)
-            for name in ("idle_seconds", "train_seconds", "publish_seconds")
+            total(spent, name) for name in ("idle_seconds", "train_seconds", "publish_seconds")
         )
-        wall = (chosen[-1].created_ms - before[block.start]) / 1000
-        other = max(0.0, wall - idle - train - publish)
         last = chosen[-1]
+        other = max(0.0, (last.created_ms - before) / 1000 - idle - train - publish)
+        before = last.created_ms
         result.append(
             StepTime(
                 last.version_out, len(chosen), _since(started, last), idle, train, publish, other
@@ -285,12 +258,11 @@ def _trained(started: RunStarted, steps: Sequence[Step]) -> tuple[tuple[float, f
     over neighbouring steps where there are many."""
     result = []
     before = started.created_ms
-    for block in blocks(len(steps), CURVE_POINTS):
-        chosen = [steps[i] for i in block]
+    for chosen in blocks(steps, CURVE_POINTS):
         wall = (chosen[-1].created_ms - before) / 1000
         before = chosen[-1].created_ms
         if wall > 0:
-            tokens = math.fsum(step.metrics.get("tokens", 0.0) for step in chosen)
+            tokens = total((step.metrics for step in chosen), "tokens")
             result.append((_since(started, chosen[-1]), tokens / wall))
     return tuple(result)
 

@@ -8,10 +8,15 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+V = TypeVar("V")
+
+CURVE_POINTS = 300
+"""Points of a curve, at most."""
 Z95 = 1.959963984540054
 """Standard normal quantile of a two-sided 95 % interval."""
 
@@ -138,12 +143,10 @@ def histogram(groups: "Iterable[Sequence[int] | array[int]]", edges: Sequence[fl
     return Histogram(tuple(float(e) for e in edges), tuple(int(c) for c in counts))
 
 
-def blocks(count: int, most: int) -> list[range]:
-    """Consecutive blocks of equal size, the last one shorter, at most `most` of them."""
-    if count <= 0:
-        return []
-    size = -(-count // most)
-    return [range(at, min(at + size, count)) for at in range(0, count, size)]
+def blocks(values: Sequence[V], most: int) -> list[Sequence[V]]:
+    """Consecutive values in blocks of equal size, the last one shorter, at most `most` of them."""
+    size = max(1, -(-len(values) // most))
+    return [values[at : at + size] for at in range(0, len(values), size)]
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:
@@ -151,17 +154,10 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
     points were averaged: those of a mean do not follow from them."""
     if len(points) <= most:
         return list(points)
-    result = []
-    for block in blocks(len(points), most):
-        chosen = [points[i] for i in block]
-        result.append(
-            Point(
-                chosen[-1].step,
-                chosen[-1].seconds,
-                math.fsum(p.value for p in chosen) / len(chosen),
-            )
-        )
-    return result
+    return [
+        Point(block[-1].step, block[-1].seconds, math.fsum(p.value for p in block) / len(block))
+        for block in blocks(points, most)
+    ]
 
 
 class TimeBins:

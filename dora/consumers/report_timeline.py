@@ -69,7 +69,7 @@ class TimelineFold:
         colours: int = BLOCKS,
     ) -> None:
         names = sorted(set(workers), key=natural)
-        self._rows = [[names[i] for i in block] for block in blocks(len(names), rows)]
+        self._rows = blocks(names, rows)
         self._row_of = {name: n for n, row in enumerate(self._rows) for name in row}
         self._block = -(-(newest + 1) // colours)
         self._begin_ms, self._bins = begin_ms, bins
@@ -82,7 +82,7 @@ class TimelineFold:
             row = self._row_of.get(each.worker)
             if row is None:
                 raise ValueError(f"{each.worker} is none of the timeline's workers")
-            place = (row, max(each.version, 0) // max(self._block, 1))
+            place = (row, max(each.version, 0) // self._block)
             cell = self._cells.get(place)
             if cell is None:
                 cell = self._cells[place] = np.zeros(self._bins)
@@ -105,7 +105,7 @@ class TimelineFold:
             rows=tuple(rows),
             bin_seconds=self._bin_ms / 1000,
             bins=self._bins,
-            versions_per_block=max(self._block, 1),
+            versions_per_block=self._block,
             most_running=most,
             workers=sum(len(names) for names in self._rows),
         )

@@ -13,6 +13,7 @@ from typing import Literal
 from dora.consumers.process_view import ProcessView
 from dora.consumers.recent_incidents import RecentIncident
 from dora.consumers.waits import Wait
+from dora.core.step_metrics import idle_share, mismatch_mean
 
 Health = Literal["not started", "starting", "running", "stalled", "complete", "stopped"]
 
@@ -116,31 +117,18 @@ class Snapshot:
     @property
     def trainer_idle_share(self) -> float | None:
         """Share of the trainer's time that it waited for batches, over all steps."""
-        idle = self._total("idle_seconds")
-        busy = self._total("train_seconds") + self._total("publish_seconds")
-        return idle / (idle + busy) if idle + busy > 0 else None
+        return idle_share([point.metrics for point in self.steps])
 
     @property
     def staleness_max(self) -> int:
         """Largest staleness that was trained."""
-        return int(self._largest("staleness_max"))
+        said = (point.metrics.get("staleness_max", 0.0) for point in self.steps)
+        return int(max(said, default=0.0))
 
     @property
     def logprob_mismatch_mean(self) -> float | None:
         """Mean difference between engine and trainer log-probabilities in nats, over all tokens."""
-        pairs = [
-            (point.metrics["logprob_mismatch_mean"], point.metrics.get("tokens", 1.0))
-            for point in self.steps
-            if "logprob_mismatch_mean" in point.metrics
-        ]
-        weight = sum(tokens for _, tokens in pairs)
-        return sum(value * tokens for value, tokens in pairs) / weight if weight else None
-
-    def _total(self, name: str) -> float:
-        return sum(point.metrics.get(name, 0.0) for point in self.steps)
-
-    def _largest(self, name: str) -> float:
-        return max((point.metrics.get(name, 0.0) for point in self.steps), default=0.0)
+        return mismatch_mean(point.metrics for point in self.steps)
 
 
 def assess(

@@ -10,6 +10,7 @@ from typing import Any
 
 from dora import __version__
 from dora.consumers.snapshot import Snapshot
+from dora.core.step_metrics import success
 from dora.whole_file import write_whole
 
 FILE_NAME = "summary.json"
@@ -24,14 +25,9 @@ def summarize(snapshot: Snapshot) -> dict[str, Any]:
     (`success_source` says which). `tokens` are all generated ones, evaluation included.
     """
     evaluated = [point for point in snapshot.evaluations if point.finished]
-    if evaluated:
-        source = "evaluation"
-        first: float | None = evaluated[0].success_rate
-        last: float | None = evaluated[-1].success_rate
-    else:
-        source = "training"
-        first = snapshot.steps[0].metrics.get("success_rate") if snapshot.steps else None
-        last = snapshot.steps[-1].metrics.get("success_rate") if snapshot.steps else None
+    measured = success(
+        [point.success_rate for point in evaluated], [point.metrics for point in snapshot.steps]
+    )
     wall = 0.0
     if snapshot.started_ms is not None and snapshot.last_ms is not None:
         wall = (snapshot.last_ms - snapshot.started_ms) / 1000
@@ -40,9 +36,9 @@ def summarize(snapshot: Snapshot) -> dict[str, Any]:
         "dora_version": __version__,
         "steps": snapshot.step,
         "wall_seconds": wall,
-        "success_first": first,
-        "success_last": last,
-        "success_source": source,
+        "success_first": measured.first,
+        "success_last": measured.last,
+        "success_source": measured.source,
         "trajectories": snapshot.trajectories,
         "tokens": snapshot.tokens,
         "tokens_per_second": snapshot.tokens / wall if wall else None,

@@ -8,9 +8,9 @@ import pytest
 from dora.cli.report_bars import outlines, stretches
 from dora.cli.report_page import VERSIONS_SHOWN, key_numbers, render, shown_versions
 from dora.cli.report_text import compact, duration, short, size
-from dora.consumers.report_assembly import CURVE_POINTS
 from dora.consumers.report_data import Difference, RunReport, differing, flattened, other_task
 from dora.consumers.report_incidents import EVENTS_KEPT, IncidentFold
+from dora.consumers.report_statistics import CURVE_POINTS
 from dora.consumers.report_tally import success_threshold
 from dora.consumers.report_timeline import TimelineFold, natural
 from dora.consumers.schedule_log import Occupancy

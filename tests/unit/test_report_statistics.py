@@ -91,9 +91,9 @@ def test_a_histogram_adds_up_its_groups() -> None:
 
 
 def test_blocks_cover_everything_once() -> None:
-    assert blocks(0, 5) == []
-    assert blocks(3, 5) == [range(0, 1), range(1, 2), range(2, 3)]
-    found = blocks(1001, 300)
+    assert blocks([], 5) == []
+    assert blocks("abc", 5) == ["a", "b", "c"]
+    found = blocks(range(1001), 300)
     assert [i for block in found for i in block] == list(range(1001))
     assert len(found) <= 300
 

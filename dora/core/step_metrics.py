@@ -1,0 +1,52 @@
+"""Numbers of a run that follow from its steps' metrics.
+
+Invariant: pure, and the same for whoever shows a run: the live view, the summary and the report.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Metrics = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Success:
+    """Share of successes at both ends of a run, None where nothing is known, and of what: held-out
+    prompts, or training batches where nothing was evaluated."""
+
+    first: float | None
+    last: float | None
+    source: Literal["evaluation", "training"]
+
+
+def success(evaluated: Sequence[float], steps: Sequence[Metrics]) -> Success:
+    """From the success rates of the versions that were evaluated, and the steps' metrics."""
+    if evaluated:
+        return Success(evaluated[0], evaluated[-1], "evaluation")
+    ends = [step.get("success_rate") for step in (*steps[:1], *steps[-1:])] or [None]
+    return Success(ends[0], ends[-1], "training")
+
+
+def total(steps: Iterable[Metrics], name: str) -> float:
+    """The sum of a metric; steps without it count as 0."""
+    return math.fsum(step.get(name, 0.0) for step in steps)
+
+
+def idle_share(steps: Sequence[Metrics]) -> float | None:
+    """Share of the trainer's time that it waited for batches; None if it has done nothing."""
+    idle = total(steps, "idle_seconds")
+    busy = idle + total(steps, "train_seconds") + total(steps, "publish_seconds")
+    return idle / busy if busy > 0 else None
+
+
+def mismatch_mean(steps: Iterable[Metrics]) -> float | None:
+    """Mean difference between engine and trainer log-probabilities (nats) over all tokens."""
+    pairs = [
+        (step["logprob_mismatch_mean"], step.get("tokens", 1.0))
+        for step in steps
+        if "logprob_mismatch_mean" in step
+    ]
+    weight = math.fsum(tokens for _, tokens in pairs)
+    return math.fsum(value * tokens for value, tokens in pairs) / weight if weight else None

@@ -15,12 +15,18 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from dora.cli.dashboard_charts import bar, chart, to_ascii
-from dora.cli.display import duration, state_text, waiting_lines
-from dora.consumers.emulation_check import late_share
+from dora.cli.display import (
+    duration,
+    figures,
+    headline,
+    shown_state,
+    state_text,
+    time_to_go,
+    trouble_lines,
+)
 from dora.consumers.process_view import ProcessView
 from dora.consumers.recent_incidents import RecentIncident
 from dora.consumers.snapshot import Snapshot
-from dora.core.emulation_check import emulation_warning
 
 TWO_COLUMNS_FROM = 120
 _GAP = 2
@@ -143,33 +149,20 @@ def _side_by_side(left: Sequence[Text], right: Sequence[Text], left_width: int) 
 
 
 def _headline(snapshot: Snapshot, width: int) -> Text:
-    text = Text.assemble((snapshot.run, "bold"), "  ", state_text(snapshot.health))
-    if snapshot.started_ms is not None:
-        end = snapshot.time_ms
-        if snapshot.health in ("complete", "stopped") and snapshot.last_ms:
-            end = snapshot.last_ms
-        text.append(f"  {duration((end - snapshot.started_ms) / 1000)}")
+    text = headline(snapshot)
     total = snapshot.steps_target
     if not total:
         return text.append(f"  {snapshot.step} steps" if snapshot.newest >= 0 else "")
     text.append(f"  step {snapshot.step}/{total} ")
-    recent = snapshot.steps[-6:]
-    to_go = ""
-    if len(recent) > 1 and snapshot.step < total:
-        pace = (recent[-1].created_ms - recent[0].created_ms) / (len(recent) - 1) / 1000
-        to_go = f" {duration(pace * (total - snapshot.step))} to go"
-    room = min(40, width - text.cell_len - len(to_go))
+    to_go = time_to_go(snapshot)
+    room = min(40, width - text.cell_len - len(to_go) - 1)
     if room > 4:
         text.append_text(bar([(snapshot.step / total, "green")], room))
-    return text.append(to_go)
+    return text.append(f" {to_go}")
 
 
 def _reasons(snapshot: Snapshot, most: int) -> list[Text]:
-    lines = [Text(f"  {reason}", style="red") for reason in snapshot.reasons]
-    lines += [Text(f"  {line}", style="yellow") for line in waiting_lines(snapshot)]
-    warning = emulation_warning(late_share(snapshot.processes))
-    if warning is not None:
-        lines.append(Text(f"  {warning}", style="yellow"))
+    lines = trouble_lines(snapshot)
     lines += [Text(f"  {problem}", style="red") for problem in snapshot.problems[:2]]
     if len(lines) > most:
         hidden = len(lines) - most + 1
@@ -201,27 +194,12 @@ def _charts(snapshot: Snapshot) -> Section:
 
 
 def _figures(snapshot: Snapshot) -> Section:
-    metrics = snapshot.metrics
-    idle, mismatch = snapshot.trainer_idle_share, metrics.get("logprob_mismatch_mean")
-    lines = [
-        f"generated {snapshot.tokens_generated_per_second:,.0f} tok/s  "
-        f"trained {snapshot.tokens_trained_per_second:,.0f} tok/s  "
-        f"trainer idle {'-' if idle is None else f'{idle:.0%}'}",
-        f"stale {metrics.get('staleness_mean', 0.0):.2f}, max {snapshot.staleness_max} of "
-        f"{snapshot.max_staleness}  "
-        f"log-prob mismatch {'-' if mismatch is None else f'{mismatch:.1e}'}",
-        f"{snapshot.trajectories:,} trajectories  {snapshot.tokens:,} tokens"
-        + ("" if snapshot.whole_history else " (of the window)"),
-        f"set aside {snapshot.groups_set_aside} groups  dead letters {snapshot.dead_letters}  "
-        f"ignored {snapshot.duplicates + snapshot.late + snapshot.foreign + snapshot.unreadable} "
-        "records",
-    ]
-    done = [point for point in snapshot.evaluations if point.finished]
-    if done:
-        held_out = f"held-out success {done[0].success_rate:.3f}"
-        if len(done) > 1:
-            held_out += f" → {done[-1].success_rate:.3f} (v{done[-1].version})"
-        lines.insert(2, held_out)
+    says = figures(snapshot)
+    rows = [["generated", "trained", "idle"], ["stale", "mismatch"], ["held-out"], ["amount"],
+            ["aside", "dead", "ignored"]]  # fmt: skip
+    if not any(point.finished for point in snapshot.evaluations):
+        rows.remove(["held-out"])
+    lines = ["  ".join(says[name] for name in row) for row in rows]
     return Section(2, len(lines), len(lines), lambda width, room: [Text(line) for line in lines])
 
 
@@ -294,7 +272,7 @@ def _processes(snapshot: Snapshot) -> Section:
 
 
 def _process(process: ProcessView, names: int) -> Text:
-    state = "silent" if process.silent and not process.ended else process.state
+    state = shown_state(process)
     text = Text(f"{process.process[:names]:{names}}  ")
     shown = state_text(state)
     shown.truncate(8, pad=True)
@@ -309,7 +287,7 @@ def _process(process: ProcessView, names: int) -> Text:
         text.append(" " * 18)
     rate = process.metrics.get("tokens_per_second")
     text.append(f"  {rate:7,.0f}" if rate is not None and process.alive else " " * 9)
-    if process.silent and not process.ended:
+    if state == "silent":
         text.append(f"  silent for {duration(process.age_seconds)}", style="red")
     if process.message:
         text.append(f"  {process.message}")

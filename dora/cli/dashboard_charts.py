@@ -62,14 +62,14 @@ def chart(
     if height == 1:
         columns = max(1, width - len(head) - 22)
         points = condensed(finite, columns)
-        (cells,) = _cells(points, 1, low, high)
+        (cells,) = _cells(points, 1, *_scale(points, low, high))
         return [Text.assemble(head, (cells, style), ends)]
     columns = max(1, width - 10)
     points = condensed(finite, columns)
     # few steps are drawn wide
     points = [point for point in points for _ in range(columns // len(points))]
     bottom, top = _scale(points, low, high)
-    rows = _cells(points, height - 1, low, high)
+    rows = _cells(points, height - 1, bottom, top)
     lines = [Text.assemble((label, "bold"), ends)]
     for index, row in enumerate(rows):
         mark = _number(top) if index == 0 else _number(bottom) if index == len(rows) - 1 else ""
@@ -103,9 +103,8 @@ def _scale(points: Sequence[float], low: float | None, high: float | None) -> tu
     return bottom, top
 
 
-def _cells(points: Sequence[float], rows: int, low: float | None, high: float | None) -> list[str]:
+def _cells(points: Sequence[float], rows: int, bottom: float, top: float) -> list[str]:
     """Rows of block characters, the uppermost first; the lowest value has the lowest mark."""
-    bottom, top = _scale(points, low, high)
     steps = 8 * rows
     span = top - bottom
     heights = [

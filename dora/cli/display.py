@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from dora.cli.dashboard_charts import condensed
 from dora.cli.supervisor import ChildView
 from dora.consumers.emulation_check import late_share
 from dora.consumers.process_view import ProcessView
@@ -134,7 +135,7 @@ class PlainDisplay:
             busy = ("training", "waiting") if process.role == "trainer" else ("loading", "ready")
             at_work = process.version >= 0 and process.state in busy
             state = "at work" if at_work else process.state
-            if process.silent and not process.ended:
+            if shown_state(process) == "silent":
                 state = "silent"
             if self._states.get(process.process) != state:
                 self._states[process.process] = state
@@ -152,7 +153,7 @@ class PlainDisplay:
             self.note(f"the run goes on after {step_line(snapshot.steps[-1], snapshot)}")
         self._evaluated = {point.version for point in snapshot.evaluations if point.complete}
         self._states = {
-            process.process: "silent" if process.silent and not process.ended else process.state
+            process.process: shown_state(process)
             for process in snapshot.processes
             if not process.alive
         }
@@ -186,11 +187,7 @@ def render(snapshot: Snapshot, children: Sequence[ChildView] = ()) -> Renderable
     parts: list[RenderableType] = [_headline(snapshot)]
     if snapshot.steps_target:
         parts.append(_progress(snapshot))
-    parts += [Text(f"  {reason}", style="red") for reason in snapshot.reasons]
-    parts += [Text(f"  {line}", style="yellow") for line in waiting_lines(snapshot)]
-    warning = emulation_warning(late_share(snapshot.processes))
-    if warning is not None:
-        parts.append(Text(f"  {warning}", style="yellow"))
+    parts += trouble_lines(snapshot)
     parts.append(_figures(snapshot))
     if snapshot.versions:
         parts.append(_window(snapshot))
@@ -211,13 +208,40 @@ def waiting_lines(snapshot: Snapshot) -> list[str]:
     return lines
 
 
-def _headline(snapshot: Snapshot) -> Text:
+def trouble_lines(snapshot: Snapshot) -> list[Text]:
+    """Why the run does not go on, what it waits for, and whether its numbers can be trusted."""
+    lines = [Text(f"  {reason}", style="red") for reason in snapshot.reasons]
+    lines += [Text(f"  {line}", style="yellow") for line in waiting_lines(snapshot)]
+    warning = emulation_warning(late_share(snapshot.processes))
+    if warning is not None:
+        lines.append(Text(f"  {warning}", style="yellow"))
+    return lines
+
+
+def headline(snapshot: Snapshot) -> Text:
+    """Name, health and age of the run, which stands still once it is over."""
     text = Text.assemble((snapshot.run, "bold"), "  ", state_text(snapshot.health))
     if snapshot.started_ms is not None:
         end = snapshot.time_ms
         if snapshot.health in ("complete", "stopped") and snapshot.last_ms:
             end = snapshot.last_ms
-        text.append(f"  {duration((end - snapshot.started_ms) / 1000)} since its start")
+        text.append(f"  {duration((end - snapshot.started_ms) / 1000)}")
+    return text
+
+
+def time_to_go(snapshot: Snapshot) -> str:
+    """How long the steps that are left take at the pace of the last ones; empty if unknown."""
+    left, recent = (snapshot.steps_target or 0) - snapshot.step, snapshot.steps[-6:]
+    if len(recent) < 2 or left <= 0:
+        return ""
+    pace = (recent[-1].created_ms - recent[0].created_ms) / (len(recent) - 1) / 1000
+    return f"{duration(pace * left)} to go"
+
+
+def _headline(snapshot: Snapshot) -> Text:
+    text = headline(snapshot)
+    if snapshot.started_ms is not None:
+        text.append(" since its start")
     if not snapshot.steps_target and snapshot.newest >= 0:
         text.append(f"  {snapshot.step} steps")
     return text
@@ -226,13 +250,9 @@ def _headline(snapshot: Snapshot) -> Text:
 def _progress(snapshot: Snapshot) -> RenderableType:
     total = snapshot.steps_target or 1
     row = Table.grid(padding=(0, 1))
-    remaining = ""
-    recent = snapshot.steps[-6:]
-    if len(recent) > 1 and snapshot.step < total:
-        pace = (recent[-1].created_ms - recent[0].created_ms) / (len(recent) - 1) / 1000
-        remaining = f"about {duration(pace * (total - snapshot.step))} to go"
+    to_go = time_to_go(snapshot)
     bar = ProgressBar(total=total, completed=min(snapshot.step, total), width=40)
-    row.add_row(f"step {snapshot.step}/{total}", bar, remaining)
+    row.add_row(f"step {snapshot.step}/{total}", bar, f"about {to_go}" if to_go else "")
     return row
 
 
@@ -241,34 +261,37 @@ def _figures(snapshot: Snapshot) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     success = f"{metrics['success_rate']:.3f}" if "success_rate" in metrics else "-"
     reward = f"{metrics['reward_mean']:.3f}" if "reward_mean" in metrics else "-"
-    done = [point for point in snapshot.evaluations if point.finished]
-    held_out = "-"
-    if done:
-        held_out = f"{done[0].success_rate:.3f}"
-        if len(done) > 1:
-            held_out += f" → {done[-1].success_rate:.3f} (v{done[-1].version})"
-    idle = snapshot.trainer_idle_share
-    mismatch = metrics.get("logprob_mismatch_mean")
-    table.add_row(f"success {success}", f"reward {reward}", f"held-out success {held_out}")
-    table.add_row(
-        f"generated {snapshot.tokens_generated_per_second:,.0f} tok/s",
-        f"trained {snapshot.tokens_trained_per_second:,.0f} tok/s",
-        f"{snapshot.trajectories:,} trajectories, {snapshot.tokens:,} tokens"
-        + ("" if snapshot.whole_history else " (of the window)"),
-    )
-    table.add_row(
-        f"stale {metrics.get('staleness_mean', 0.0):.2f}, max {snapshot.staleness_max} "
-        f"of {snapshot.max_staleness}",
-        f"trainer idle {idle:.0%}" if idle is not None else "trainer idle -",
-        f"log-prob mismatch {mismatch:.1e}" if mismatch is not None else "log-prob mismatch -",
-    )
-    table.add_row(
-        f"set aside {snapshot.groups_set_aside} groups",
-        f"dead letters {snapshot.dead_letters}",
-        f"ignored {snapshot.duplicates + snapshot.late + snapshot.foreign + snapshot.unreadable} "
-        "records",
-    )
+    says = figures(snapshot)
+    table.add_row(f"success {success}", f"reward {reward}", says["held-out"])
+    table.add_row(says["generated"], says["trained"], says["amount"])
+    table.add_row(says["stale"], says["idle"], says["mismatch"])
+    table.add_row(says["aside"], says["dead"], says["ignored"])
     return table
+
+
+def figures(snapshot: Snapshot) -> dict[str, str]:
+    """What is said of a run in numbers; a dash stands for what is not known yet."""
+    metrics = snapshot.metrics
+    idle, mismatch = snapshot.trainer_idle_share, metrics.get("logprob_mismatch_mean")
+    done = [point for point in snapshot.evaluations if point.finished]
+    held_out = f"{done[0].success_rate:.3f}" if done else "-"
+    if len(done) > 1:
+        held_out += f" → {done[-1].success_rate:.3f} (v{done[-1].version})"
+    ignored = snapshot.duplicates + snapshot.late + snapshot.foreign + snapshot.unreadable
+    return {
+        "held-out": f"held-out success {held_out}",
+        "generated": f"generated {snapshot.tokens_generated_per_second:,.0f} tok/s",
+        "trained": f"trained {snapshot.tokens_trained_per_second:,.0f} tok/s",
+        "amount": f"{snapshot.trajectories:,} trajectories, {snapshot.tokens:,} tokens"
+        + ("" if snapshot.whole_history else " (of the window)"),
+        "stale": f"stale {metrics.get('staleness_mean', 0.0):.2f}, max {snapshot.staleness_max} "
+        f"of {snapshot.max_staleness}",
+        "idle": "trainer idle " + ("-" if idle is None else f"{idle:.0%}"),
+        "mismatch": "log-prob mismatch " + ("-" if mismatch is None else f"{mismatch:.1e}"),
+        "aside": f"set aside {snapshot.groups_set_aside} groups",
+        "dead": f"dead letters {snapshot.dead_letters}",
+        "ignored": f"ignored {ignored} records",
+    }
 
 
 def _window(snapshot: Snapshot) -> RenderableType:
@@ -306,7 +329,7 @@ def _processes(processes: Sequence[ProcessView], children: Sequence[ChildView]) 
     local = {child.name: child for child in children}
     for process in processes:
         child = local.pop(process.process, None)
-        state = "silent" if process.silent and not process.ended else process.state
+        state = shown_state(process)
         what = process.message
         if child is not None and child.state in ("restarting", "failed"):
             state, what = child.state, child.note
@@ -323,6 +346,11 @@ def _processes(processes: Sequence[ProcessView], children: Sequence[ChildView]) 
     for child in local.values():
         table.add_row(child.name, state_text(child.state), "", "", "", Text(child.note))
     return table
+
+
+def shown_state(process: ProcessView) -> str:
+    """The state that a process told of, unless it should have spoken since."""
+    return "silent" if process.silent and not process.ended else process.state
 
 
 def state_text(state: str) -> Text:
@@ -342,14 +370,10 @@ def duration(seconds: float) -> str:
 
 def learning_curve(snapshot: Snapshot, *, width: int = 60, height: int = 8) -> list[str]:
     """Training success over the steps as a text plot; empty before the first step."""
-    values = [point.metrics.get("success_rate", 0.0) for point in snapshot.steps]
-    if not values:
+    means = condensed([p.metrics.get("success_rate", 0.0) for p in snapshot.steps], width)
+    if not means:
         return []
-    columns = min(width, len(values))
-    means = []
-    for column in range(columns):
-        part = values[column * len(values) // columns : (column + 1) * len(values) // columns]
-        means.append(sum(part) / len(part))
+    columns = len(means)
     top = max(*means, 0.0) or 1.0
     lines = ["success in training, by step"]
     for row in range(height, 0, -1):

@@ -8,14 +8,14 @@ import heapq
 from dataclasses import dataclass
 from typing import Literal
 
+from dora.consumers.planner import NO_SIGNAL
+from dora.consumers.report_incidents import RUN_COMPLETE
 from dora.schemas.records import Command, DeadLetter, Record, Status, Step
 
 RecentKind = Literal["takeover", "move", "taken back", "failed", "dead letter", "set aside"]
 
 SHOWN = 30
 _KEPT = 2_000
-_ROUTINE = frozenset({"no_signal"})
-"""Reasons to set a group aside that are part of the algorithm."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -34,7 +34,8 @@ class RecentIncidents:
     """Keeps the newest; takes any record."""
 
     def __init__(self) -> None:
-        self._newest: list[RecentIncident] = []
+        self._newest: list[tuple[RecentIncident, int]] = []
+        """With the attempt that a takeover began, else 0."""
         self._moved: dict[tuple[str, int], int] = {}
 
     def take(self, record: Record) -> None:
@@ -43,45 +44,47 @@ class RecentIncidents:
             case Command(kind="move"):
                 self._moved[record.trajectory_id, record.attempt] = record.created_ms
                 self._trim()
-                self._add(record.created_ms, "move", record.worker, record.trajectory_id,
-                          record.reason)  # fmt: skip
-            case Command(kind="yield"):
-                self._add(record.created_ms, "taken back", record.worker, record.trajectory_id,
-                          record.reason)  # fmt: skip
+                self._command("move", record, record.reason)
+            case Command(kind="yield") if record.reason != RUN_COMPLETE:
+                self._command("taken back", record, record.reason)
             case Command(kind="start") if record.attempt > 0:
                 tokens = len(record.prefix_token_ids) // 4
                 how = f"goes on from {tokens} tokens" if tokens else "begins anew"
-                self._add(record.created_ms, "takeover", record.worker, record.trajectory_id,
-                          f"attempt {record.attempt} {how}")  # fmt: skip
+                self._command("takeover", record, f"attempt {record.attempt} {how}", record.attempt)
             case Status(state="failed"):
                 self._add(record.created_ms, "failed", record.process, "", record.message)
             case DeadLetter():
                 said = f"{record.code}: {record.reason}"
-                self._add(record.created_ms, "dead letter", record.process, record.trajectory_id,
-                          said)  # fmt: skip
+                self._add(
+                    record.created_ms, "dead letter", record.process, record.trajectory_id, said
+                )
             case Step():
                 for group in record.set_aside:
-                    if group.reason not in _ROUTINE:
-                        self._add(record.created_ms, "set aside", "", group.group_id,
-                                  group.reason or "")  # fmt: skip
+                    if group.reason != NO_SIGNAL:  # that is part of the algorithm
+                        self._add(
+                            record.created_ms, "set aside", "", group.group_id, group.reason or ""
+                        )
             case _:
                 pass
 
     def newest(self) -> tuple[RecentIncident, ...]:
         """The newest incidents, oldest first. What was moved is not called taken over as well."""
-        shown = [each for each in sorted(self._newest) if not self._is_move(each)]
+        shown = [
+            incident
+            for incident, attempt in sorted(self._newest)
+            if (incident.subject, attempt - 1) not in self._moved
+        ]
         return tuple(shown[-SHOWN:])
 
-    def _is_move(self, incident: RecentIncident) -> bool:
-        if incident.kind != "takeover":
-            return False
-        attempt = int(incident.text.split(" ", 2)[1])
-        return (incident.subject, attempt - 1) in self._moved
+    def _command(self, kind: RecentKind, record: Command, text: str, attempt: int = 0) -> None:
+        self._add(record.created_ms, kind, record.worker, record.trajectory_id, text, attempt)
 
-    def _add(self, time_ms: int, kind: RecentKind, process: str, subject: str, text: str) -> None:
-        heapq.heappush(
-            self._newest, RecentIncident(time_ms, kind, process, subject, " ".join(text.split()))
-        )
+    def _add(
+        self, time_ms: int, kind: RecentKind, process: str, subject: str, text: str,
+        attempt: int = 0,
+    ) -> None:  # fmt: skip
+        incident = RecentIncident(time_ms, kind, process, subject, " ".join(text.split()))
+        heapq.heappush(self._newest, (incident, attempt))
         if len(self._newest) > _KEPT:
             heapq.heappop(self._newest)
 

@@ -32,6 +32,8 @@ EVENTS_KEPT = 200
 REASONS_KEPT = 20
 """Reasons shown of each kind; the others are added up."""
 _REASONS_HELD = 2_000
+RUN_COMPLETE = "the run is complete"
+"""Why workers are told to drop attempts and to stop in the end of every run: no incident."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +80,10 @@ class IncidentFold:
                 self._moved.add((record.trajectory_id, record.attempt))
                 text = f"{attempt} leaves {record.worker}: {record.reason}"
                 self._add("migration", record.created_ms, text, record.reason)
-            case "yield":
+            case "yield" if record.reason != RUN_COMPLETE:
                 text = f"{record.worker} is to drop {attempt}: {record.reason}"
                 self._add("superseded", record.created_ms, text, record.reason)
-            case "stop" if record.reason != "the run is complete":
+            case "stop" if record.reason != RUN_COMPLETE:
                 text = f"{record.worker} ({record.incarnation[:8]}) is to stop: {record.reason}"
                 self._add("fencing", record.created_ms, text, "worker replaced by a newer one")
             case _:
@@ -112,8 +114,6 @@ class IncidentFold:
     def attempts(self, orders: Mapping[str, Mapping[int, Ordered]]) -> None:
         """Start commands by trajectory and attempt, once all commands were taken."""
         for identity, attempts in orders.items():
-            if len(attempts) == 1 and 0 in attempts:
-                continue
             for number, order in sorted(attempts.items()):
                 if number == 0 or (identity, number - 1) in self._moved:
                     continue

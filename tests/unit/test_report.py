@@ -8,13 +8,14 @@ import pytest
 from dora.cli.report_bars import outlines, stretches
 from dora.cli.report_page import VERSIONS_SHOWN, key_numbers, render, shown_versions
 from dora.cli.report_text import compact, duration, short, size
+from dora.consumers.recent_incidents import RecentIncidents
 from dora.consumers.report_data import Difference, RunReport, differing, flattened, other_task
 from dora.consumers.report_incidents import EVENTS_KEPT, IncidentFold
 from dora.consumers.report_statistics import CURVE_POINTS
 from dora.consumers.report_tally import success_threshold
 from dora.consumers.report_timeline import TimelineFold, natural
 from dora.consumers.schedule_log import Occupancy
-from dora.schemas.records import DeadLetter
+from dora.schemas.records import Command, CommandKind, DeadLetter
 from tests.pages import parsed
 from tests.report_runs import K, MadeUpRun, clean_audit
 
@@ -80,6 +81,25 @@ def test_incidents_are_counted_by_what_was_done_about_them(report: RunReport) ->
     assert report.incidents.reasons["set aside"] == (("no signal", 2),)
     times = [event.at_ms for event in report.incidents.events]
     assert times == sorted(times)
+
+
+def test_the_orders_at_the_end_of_a_run_are_no_incidents() -> None:
+    fold, recent = IncidentFold(), RecentIncidents()
+    endings: tuple[CommandKind, ...] = ("yield", "stop")
+    orders = [
+        Command("r", "w0", "i", kind, 1, trajectory_id="g0/0", reason="the run is complete")
+        for kind in endings
+    ]
+    for order in orders:
+        fold.command(order)
+        recent.take(order)
+    assert fold.incidents().total == 0
+    assert recent.newest() == ()
+    early = replace(orders[0], reason="another worker took over")
+    fold.command(early)
+    recent.take(early)
+    assert fold.incidents().counts == {"superseded": 1}
+    assert [each.kind for each in recent.newest()] == ["taken back"]
 
 
 def test_of_many_incidents_all_are_counted_and_the_first_are_kept() -> None:

@@ -18,7 +18,6 @@ from dora.consumers.trajectory_rows import (
     group_rows,
     rows_of,
     scope_of,
-    sort_groups,
     sort_rows,
     unfinished,
 )
@@ -64,7 +63,7 @@ def choose(inspection: Inspection, selection: Selection, *, recompute: bool) -> 
         every = sort_rows(rows, selection.sort, reverse=selection.reverse)
         shown = every[:limit]
         return Listing(inspection.mismatches(shown) if afterwards else shown, len(every), left)
-    groups = sort_groups(group_rows(run, rows), selection.sort, reverse=selection.reverse)
+    groups = sort_rows(group_rows(run, rows), selection.sort, reverse=selection.reverse)
     chosen = groups[:limit]
     if afterwards:
         wanted = {group.id for group in chosen}

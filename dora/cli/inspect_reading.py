@@ -5,14 +5,13 @@ Invariant: whatever cannot be had is told, in a note or an error, and does not k
 being shown.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import numpy as np
 
 from dora.bus.reader import LogReader
 from dora.bus.settings import cluster_settings
@@ -20,12 +19,13 @@ from dora.config import Config, KafkaSection
 from dora.consumers.recorded_config import recorded_config
 from dora.consumers.recovery import fetch_trajectories
 from dora.consumers.run_log import RunLog
-from dora.consumers.trajectory_rows import Fates, Row
-from dora.consumers.trajectory_sources import Decode, Sources, advantages_of, view_of
-from dora.consumers.trajectory_view import Scores, TrajectoryView, with_scores
+from dora.consumers.trajectory_rows import Fates, Row, generated_logprobs
+from dora.consumers.trajectory_sources import Sources, advantages_of, view_of
+from dora.consumers.trajectory_view import Scores, TrajectoryView, mismatch_of, with_scores
+from dora.core.detokenization import Decode
 from dora.core.ring import parse_trajectory_id, trajectory_id
 from dora.errors import DoraError, RunError
-from dora.schemas.records import Trajectory, unpack_logprobs
+from dora.schemas.records import Trajectory
 
 if TYPE_CHECKING:
     from dora.consumers.recomputation import Recomputation
@@ -57,10 +57,6 @@ class Inspection:
         self._timeout = timeout
         self._settings = cluster_settings(kafka)
         self.log = RunLog(self._settings, run, deadline=timeout)
-        self._config: Config | None = None
-        self._decode: Decode | None = None
-        self._tokenizer_asked = False
-        self._recomputation: Recomputation | None = None
         self.notes: list[str] = []
         """What to know about all that is shown."""
 
@@ -82,14 +78,15 @@ class Inspection:
         by_version = sorted(rows, key=lambda row: row.version)
         topic = self.log.topics.trajectories
         with LogReader(self._settings, client_id=f"{self.log.run}.inspect") as reader:
-            for batch in _batches(by_version, AT_ONCE):
+            for begin in range(0, len(by_version), AT_ONCE):
+                batch = by_version[begin : begin + AT_ONCE]
                 places = [(row.partition, row.offset) for row in batch]
                 held = fetch_trajectories(reader, topic, places, self._timeout)
                 records = [held[place] for place in places]
                 for record, scores in zip(records, self._scores(records), strict=True):
-                    gap = _mean_gap(record, scores)
-                    if gap is not None:
-                        found[record.trajectory_id] = gap
+                    if record.generated_tokens:
+                        gaps = mismatch_of(scores, generated_logprobs(record))
+                        found[record.trajectory_id] = gaps.mean
         return [replace(row, mismatch=found.get(row.id)) for row in rows]
 
     def warnings(self) -> list[str]:
@@ -166,36 +163,31 @@ class Inspection:
         return [with_scores(view, by_id[view.id]) if view.id in by_id else view for view in views]
 
     def _scores(self, records: Sequence[Trajectory]) -> list[Scores]:
-        if self._recomputation is None:
-            config = self._recorded()
-            from dora.consumers.recomputation import Recomputation  # torch, which takes seconds
-
-            self._recomputation = Recomputation(self.log, config, self._settings, _say)
         scores = self._recomputation.scores(records)
         for text in self._recomputation.notes:
             self.note(text)
         return scores
 
-    def _recorded(self) -> Config:
-        if self._config is None:
-            self._config = recorded_config(
-                self.log.started, self._kafka, self._config_file, self._sets
-            )
-        return self._config
+    @cached_property
+    def _recomputation(self) -> "Recomputation":
+        config = self._config
+        from dora.consumers.recomputation import Recomputation  # torch, which takes seconds
+
+        return Recomputation(self.log, config, self._settings, _say)
+
+    @cached_property
+    def _config(self) -> Config:
+        return recorded_config(self.log.started, self._kafka, self._config_file, self._sets)
 
     def _tokenizer(self) -> Decode | None:
         """Text of token ids, or None with a note that says why."""
-        if self._tokenizer_asked:
-            return self._decode
-        self._tokenizer_asked = True
         try:
-            config = self._recorded()
-            if config.task.kind == "synthetic":
+            if self._config.task.kind == "synthetic":
                 self.note("prompts and responses of this run are token ids without a text")
                 return None
             from dora.producers.tokenization import load_tokenizer
 
-            tokenizer = load_tokenizer(config.policy)
+            tokenizer = load_tokenizer(self._config.policy)
         except DoraError as error:
             hint = f" {error.hint}" if error.hint else ""
             self.note(
@@ -203,8 +195,7 @@ class Inspection:
                 f"{error.message}{hint}"
             )
             return None
-        self._decode = lambda ids: tokenizer.decode(ids, special_tokens=True)
-        return self._decode
+        return partial(tokenizer.decode, special_tokens=True)
 
     def note(self, text: str) -> None:
         """Add a note, once."""
@@ -214,17 +205,3 @@ class Inspection:
 
 def _say(text: str) -> None:
     click.echo(text, err=True)
-
-
-def _mean_gap(record: Trajectory, scores: Scores) -> float | None:
-    mask = np.frombuffer(record.mask, dtype=np.uint8).astype(bool)
-    recorded = unpack_logprobs(record.logprobs)[mask]
-    if not len(recorded):
-        return None
-    return float(np.abs(scores.logprobs.astype(np.float64) - recorded).mean())
-
-
-def _batches(rows: Sequence[Row], size: int) -> Iterator[list[Row]]:
-    left = iter(rows)
-    while batch := list(islice(left, size)):
-        yield batch

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from dora.cli.visible_text import visible
 from dora.consumers.trajectory_rows import GroupRow, Row
-from dora.consumers.trajectory_view import ChunkView, Token, TrajectoryView, text_of
+from dora.consumers.trajectory_view import Token, TrajectoryView, text_of
 
 PROBABILITIES = (
     (0.9, "", "90 % and more"),
@@ -84,17 +84,16 @@ def show_rows(
     for row in rows:
         cells = _cells(row, recomputed=recomputed)
         if wide and isinstance(row, Row):
-            cells.append(Text(visible(row.text or "", newlines=False)[:_ROWS_TEXT]))
-        table.add_row(*cells)
+            cells.append(visible(row.text or "", newlines=False)[:_ROWS_TEXT])
+        table.add_row(*map(_literal, cells))
     console.print(table)
 
 
 def _cells(row: Row | GroupRow, *, recomputed: bool) -> list[str | Text]:
-    fate = str(row.fate)
     cells: list[str | Text] = [
         row.id,
         str(row.version),
-        Text(visible(fate, newlines=False), "yellow" if row.fate.state == "set-aside" else ""),
+        _literal(str(row.fate), "yellow" if row.fate.state == "set-aside" else ""),
         "-" if row.staleness is None else str(row.staleness),
         number(row.reward),
     ]
@@ -103,7 +102,7 @@ def _cells(row: Row | GroupRow, *, recomputed: bool) -> list[str | Text]:
         cells += [f"{row.finished}/{row.size}", f"{row.length:.4g}"]
     else:
         cells += [str(row.length)]
-    cells += [row.finish, str(row.attempts), visible(row.worker), number(row.logprob)]
+    cells += [row.finish, str(row.attempts), row.worker, number(row.logprob)]
     return [*cells, number(row.mismatch, 2)] if recomputed else cells
 
 
@@ -115,10 +114,7 @@ def show_view(view: TrajectoryView, console: Console, *, logprobs: bool) -> None
     show_response(view, console)
     _show_attempts(view, console)
     _show_chunks(view, console)
-    if logprobs:
-        _show_numbers(view, console)
-    for note in view.notes:
-        console.print(Text.assemble(("note", "yellow"), ": ", visible(note)))
+    _show_rest(view, console, logprobs=logprobs)
 
 
 def show_response(view: TrajectoryView, console: Console) -> None:
@@ -159,10 +155,7 @@ def show_group(views: Sequence[TrajectoryView], console: Console, *, logprobs: b
         show_response(view, console)
         if len(view.attempts) > 1 or not view.finished:
             _show_attempts(view, console)
-        if logprobs:
-            _show_numbers(view, console)
-        for note in view.notes:
-            console.print(Text.assemble(("note", "yellow"), ": ", visible(note)))
+        _show_rest(view, console, logprobs=logprobs)
 
 
 def _show_facts(view: TrajectoryView, console: Console) -> None:
@@ -235,71 +228,87 @@ def _fate(view: TrajectoryView) -> str:
 def _show_attempts(view: TrajectoryView, console: Console) -> None:
     if not view.attempts:
         return
-    _heading(console, "attempts")
-    table = Table("attempt", "worker", "from", "until", "tokens", "resumed", "end", box=None)
-    for index in (2, 3, 4, 5):
-        table.columns[index].justify = "right"
-    for each in view.attempts:
-        table.add_row(
+    right = ("from", "until", "tokens", "resumed")
+    rows = [
+        (
             str(each.attempt),
-            visible(each.worker),
+            each.worker,
             f"{each.from_ms} ms",
             f"{each.until_ms} ms",
             str(each.tokens),
             str(each.resumed_tokens),
-            Text(visible(each.end, newlines=False), "green" if each.counts else "yellow"),
+            _literal(each.end, "green" if each.counts else "yellow"),
         )
-    console.print(Padding(table, (0, 0, 0, 1), expand=False))
+        for each in view.attempts
+    ]
+    _section(console, "attempts", ("attempt", "worker", *right, "end"), rows, right)
 
 
 def _show_chunks(view: TrajectoryView, console: Console) -> None:
     if not view.chunks:
         return
-    _heading(console, "chunk by chunk")
-    table = Table("at", "attempt", "worker", "tokens", "text", box=None)
-    for index in (0, 3):
-        table.columns[index].justify = "right"
     counted = next((each.attempt for each in view.attempts if each.counts), None)
     made = [token for token in view.response if token.generated]
+    rows = []
     for chunk in view.chunks:
         resumed = f" ({chunk.resumed_tokens} resumed)" if chunk.resumed_tokens else ""
-        table.add_row(
-            f"{chunk.at_ms} ms",
-            f"{chunk.attempt}.{chunk.sequence}",
-            visible(chunk.worker),
-            f"+{chunk.tokens}{resumed}",
-            _chunk_text(chunk, made if chunk.attempt == counted else []),
+        own = made[chunk.position : chunk.position + chunk.tokens]
+        in_colour = bool(own) and chunk.attempt == counted
+        rows.append(
+            (
+                f"{chunk.at_ms} ms",
+                f"{chunk.attempt}.{chunk.sequence}",
+                chunk.worker,
+                f"+{chunk.tokens}{resumed}",
+                coloured(own, newlines=False) if in_colour else _literal(chunk.text or "", "dim"),
+            )
         )
-    console.print(Padding(table, (0, 0, 0, 1), expand=False))
+    names = ("at", "attempt", "worker", "tokens", "text")
+    _section(console, "chunk by chunk", names, rows, ("at", "tokens"))
 
 
-def _chunk_text(chunk: ChunkView, made: Sequence[Token]) -> Text:
-    own = made[chunk.position : chunk.position + chunk.tokens]
-    if own:
-        return coloured(own, newlines=False)
-    return Text(visible(chunk.text or "", newlines=False), "dim")
+def _show_rest(view: TrajectoryView, console: Console, *, logprobs: bool) -> None:
+    if logprobs:
+        _show_numbers(view, console)
+    for note in view.notes:
+        console.print(Text.assemble(("note", "yellow"), ": ", visible(note)))
 
 
 def _show_numbers(view: TrajectoryView, console: Console) -> None:
-    _heading(console, "token by token (nats)")
     recomputed = view.mismatch is not None
-    names = ["token", "id", "text", "engine"]
-    names += ["trainer", "difference", "entropy"] if recomputed else []
-    table = Table(*names, box=None)
-    for column in table.columns:
-        column.justify = "left" if column.header == "text" else "right"
-    made = [token for token in view.response if token.generated]
-    for index, token in enumerate(made):
-        cells = [str(index), str(token.id), _quoted(token), f"{token.logprob:.4f}"]
+    figures = ["engine", *(["trainer", "difference", "entropy"] if recomputed else [])]
+    rows = []
+    for index, token in enumerate(token for token in view.response if token.generated):
+        text = "" if token.text is None else repr(token.text)
+        cells = [str(index), str(token.id), text, f"{token.logprob:.4f}"]
         if recomputed:
             cells += [f"{token.trainer_logprob:.4f}", f"{token.difference:+.1e}"]
             cells += [f"{token.entropy:.4f}"]
-        table.add_row(*(Text(cell) for cell in cells))
+        rows.append(cells)
+    names = ("token", "id", "text", *figures)
+    _section(console, "token by token (nats)", names, rows, ("token", "id", *figures))
+
+
+def _section(
+    console: Console,
+    heading: str,
+    names: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    right: Sequence[str],
+) -> None:
+    """A table with its heading; the columns in `right` are aligned there."""
+    _heading(console, heading)
+    table = Table(box=None)
+    for name in names:
+        table.add_column(name, justify="right" if name in right else "left")
+    for row in rows:
+        table.add_row(*map(_literal, row))
     console.print(Padding(table, (0, 0, 0, 1), expand=False))
 
 
-def _quoted(token: Token) -> str:
-    return "" if token.text is None else repr(token.text)
+def _literal(cell: str | Text, style: str = "") -> Text:
+    """What is printed as it stands, on one line and without markup; a Text is ready already."""
+    return cell if isinstance(cell, Text) else Text(visible(cell, newlines=False), style)
 
 
 def _written(tokens: Sequence[Token]) -> Text:
@@ -324,5 +333,5 @@ def _indented(console: Console, text: Text) -> None:
 def _grid(facts: Sequence[tuple[str, str]], console: Console) -> None:
     table = Table.grid(padding=(0, 2))
     for name, value in facts:
-        table.add_row(Text(f"  {name}", "dim"), Text(visible(value, newlines=False)))
+        table.add_row(Text(f"  {name}", "dim"), _literal(value))
     console.print(table)

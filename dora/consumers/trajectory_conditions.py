@@ -4,6 +4,7 @@ Invariant: a condition is data. Nothing that a person writes is run as a program
 no sense is refused with what there is.
 """
 
+import math
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -101,6 +102,8 @@ def parse_condition(text: str) -> Condition:
         number = float(value)
     except ValueError as error:
         raise _refused(text, f"{value!r} is no number") from error
+    if math.isnan(number):
+        raise _refused(text, f"{value} is no number; {NONE} stands for no value")
     return Condition(name, sign, number)
 
 

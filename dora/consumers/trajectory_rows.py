@@ -4,11 +4,13 @@ Invariant: a row follows from one counted trajectory and from what the ledger sa
 what is not known is None, never a number that stands for it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from dora.consumers.run_log import Placed, RunLog
 from dora.schemas.records import Admission, Purpose, Trajectory, unpack_logprobs
@@ -50,90 +52,77 @@ class Fates:
         return Fate("evaluation" if group.purpose == "eval" else "outstanding")
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One trajectory. `length` counts generated tokens; `logprob` is their mean log-probability
-    (nats) and `mismatch` the mean absolute difference to the trainer's, if that was recomputed."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """What a trajectory and a group have in common. `logprob` is the mean log-probability (nats) of
+    the generated tokens and `mismatch` the mean absolute difference to the trainer's, if that was
+    recomputed."""
 
     id: str
-    group: str
-    sample: int
     purpose: Purpose
     version: int
     ordinal: int
     fate: Fate
     reward: float | None
-    length: int
     finish: str
     attempts: int
     worker: str
-    engine: str
     logprob: float | None
     mismatch: float | None
+
+    @property
+    def staleness(self) -> int | None:
+        """Versions between generation and training."""
+        return self.fate.staleness
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as JSON-able values, its fate laid flat."""
+        values = asdict(self)
+        fate: dict[str, Any] = values.pop("fate")
+        return values | fate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Listed):
+    """One trajectory. `length` counts generated tokens."""
+
+    group: str
+    sample: int
+    length: int
+    engine: str
     error: str | None
     text: str | None
     partition: int
     offset: int
 
-    @property
-    def staleness(self) -> int | None:
-        """Versions between generation and training."""
-        return self.fate.staleness
 
-    def to_json(self) -> dict[str, Any]:
-        """The row as JSON-able values, its fate laid flat."""
-        return _flat(asdict(self))
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRow:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRow(Listed):
     """One group: means over those of its trajectories that are finished. `worker` and `finish` name
     all that occur, `attempts` is the largest number."""
 
-    id: str
-    purpose: Purpose
-    version: int
-    ordinal: int
-    fate: Fate
     finished: int
     size: int
-    reward: float | None
     reward_min: float | None
     reward_max: float | None
     length: float
-    finish: str
-    attempts: int
-    worker: str
-    logprob: float | None
-    mismatch: float | None
-
-    @property
-    def staleness(self) -> int | None:
-        """Versions between generation and training."""
-        return self.fate.staleness
-
-    def to_json(self) -> dict[str, Any]:
-        """The row as JSON-able values, its fate laid flat."""
-        return _flat(asdict(self))
 
 
-R = TypeVar("R", Row, GroupRow)
+R = TypeVar("R", bound=Listed)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Scope:
     """Which trajectories are asked for: of these versions and groups (None: of all)."""
 
     versions: frozenset[int] | None = None
     groups: frozenset[str] | None = None
 
-    def admissions(self, run: RunLog) -> Iterator[Admission]:
-        """The groups within the scope."""
-        for admission in run.admissions.values():
-            if self.groups is not None and admission.group_id not in self.groups:
-                continue
-            if self.versions is None or admission.policy_version in self.versions:
-                yield admission
+    def holds(self, group: Admission) -> bool:
+        """Whether `group` is within the scope."""
+        return (self.versions is None or group.policy_version in self.versions) and (
+            self.groups is None or group.group_id in self.groups
+        )
 
 
 def scope_of(run: RunLog, version: int | None, step: int | None) -> Scope:
@@ -160,14 +149,14 @@ def rows_of(run: RunLog, scope: Scope) -> Iterator[Row]:
     if scope.versions is not None and not scope.versions:
         return
     for placed in run.trajectories(scope.versions):
-        record = placed.record
-        if scope.groups is None or record.group_id in scope.groups:
-            yield row_of(placed, fates.of(run.admissions[record.group_id]))
+        group = run.admissions[placed.record.group_id]
+        if scope.holds(group):
+            yield row_of(placed, fates.of(group))
 
 
 def row_of(placed: Placed[Trajectory], fate: Fate) -> Row:
     """The row of one trajectory."""
-    record = placed.record
+    record, logprobs = placed.record, generated_logprobs(placed.record)
     return Row(
         id=record.trajectory_id,
         group=record.group_id,
@@ -182,7 +171,7 @@ def row_of(placed: Placed[Trajectory], fate: Fate) -> Row:
         attempts=record.attempt + 1,
         worker=record.worker,
         engine=record.engine,
-        logprob=mean_logprob(record),
+        logprob=float(logprobs.mean()) if len(logprobs) else None,
         mismatch=None,
         error=record.error,
         text=record.text,
@@ -191,38 +180,28 @@ def row_of(placed: Placed[Trajectory], fate: Fate) -> Row:
     )
 
 
-def mean_logprob(record: Trajectory) -> float | None:
-    """Mean recorded log-probability (nats) of the generated tokens; None where there are none."""
-    mask = np.frombuffer(record.mask, dtype=np.uint8).astype(bool)
-    values = unpack_logprobs(record.logprobs)[mask]
-    return float(values.astype(np.float64).mean()) if len(values) else None
-
-
-@dataclass(slots=True)
-class _Gathered:
-    admission: Admission
-    fate: Fate
-    rows: list[Row] = field(default_factory=list)
+def generated_logprobs(record: Trajectory) -> npt.NDArray[np.float64]:
+    """Recorded log-probabilities (nats) of the generated tokens, shape [m]."""
+    mask = np.frombuffer(record.mask, dtype=np.bool_)
+    return unpack_logprobs(record.logprobs)[mask].astype(np.float64)
 
 
 def group_rows(run: RunLog, rows: Iterable[Row]) -> list[GroupRow]:
     """The groups of `rows`, in the order of their first row."""
-    gathered: dict[str, _Gathered] = {}
+    groups: dict[str, list[Row]] = {}
     for row in rows:
-        admission = run.admissions[row.group]
-        gathered.setdefault(row.group, _Gathered(admission, row.fate)).rows.append(row)
-    return [_group_row(each) for each in gathered.values()]
+        groups.setdefault(row.group, []).append(row)
+    return [_group_row(run.admissions[group], own) for group, own in groups.items()]
 
 
-def _group_row(group: _Gathered) -> GroupRow:
-    rows, admission = group.rows, group.admission
+def _group_row(admission: Admission, rows: Sequence[Row]) -> GroupRow:
     rewards = [row.reward for row in rows if row.reward is not None]
     return GroupRow(
         id=admission.group_id,
         purpose=admission.purpose,
         version=admission.policy_version,
         ordinal=admission.ordinal,
-        fate=group.fate,
+        fate=rows[0].fate,
         finished=len(rows),
         size=admission.group_size,
         reward=_mean(rewards),
@@ -237,32 +216,25 @@ def _group_row(group: _Gathered) -> GroupRow:
     )
 
 
-def sort_rows(rows: Iterable[Row], key: str | None, *, reverse: bool = False) -> list[Row]:
+def sort_rows(rows: Iterable[R], key: str | None, *, reverse: bool = False) -> list[R]:
     """Rows by `key`, one of SORT_KEYS, smallest first, or largest with `reverse`; by version and
     prompt without one, and where it is equal. Those without a value come last either way."""
-    return _sorted(list(rows), key, reverse=reverse)
-
-
-def sort_groups(
-    rows: Iterable[GroupRow], key: str | None, *, reverse: bool = False
-) -> list[GroupRow]:
-    """The same for groups."""
-    return _sorted(list(rows), key, reverse=reverse)
+    ordered = sorted(rows, key=lambda row: (row.version, row.ordinal, row.id))
+    if key is None:
+        return ordered[::-1] if reverse else ordered
+    known = [row for row in ordered if getattr(row, key) is not None]
+    known.sort(key=lambda row: getattr(row, key), reverse=reverse)
+    return known + [row for row in ordered if getattr(row, key) is None]
 
 
 def unfinished(run: RunLog, scope: Scope, found: Mapping[str, int]) -> int:
     """Trajectories within `scope` that were started and are not in the log as finished; `found` are
     those that are, by group."""
-    return sum(group.group_size - found.get(group.group_id, 0) for group in scope.admissions(run))
-
-
-def _sorted(rows: list[R], key: str | None, *, reverse: bool) -> list[R]:
-    rows.sort(key=lambda row: (row.version, row.ordinal, row.id), reverse=reverse and key is None)
-    if key is None:
-        return rows
-    known = [row for row in rows if getattr(row, key) is not None]
-    known.sort(key=lambda row: getattr(row, key), reverse=reverse)
-    return known + [row for row in rows if getattr(row, key) is None]
+    return sum(
+        group.group_size - found.get(group.group_id, 0)
+        for group in run.admissions.values()
+        if scope.holds(group)
+    )
 
 
 def _mean(values: list[float]) -> float | None:
@@ -270,16 +242,7 @@ def _mean(values: list[float]) -> float | None:
 
 
 def _counted(names: Iterable[str]) -> str:
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
+    counts = Counter(names)
     if len(counts) == 1:
         return next(iter(counts))
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-
-
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    fate = values.pop("fate")
-    at = list(values).index("ordinal") + 1
-    items = list(values.items())
-    return dict([*items[:at], *fate.items(), *items[at:]])

@@ -5,11 +5,11 @@ While there is no record, the tokens are those of the newest attempt's chunks so
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby, islice
 
 import numpy as np
-from pydantic import ValidationError
 
 from dora.config_training import LossSection
 from dora.consumers.advantages import group_advantages
@@ -22,7 +22,8 @@ from dora.consumers.trajectory_view import (
     Token,
     TrajectoryView,
 )
-from dora.core.detokenization import Detokenizer
+from dora.core.detokenization import Decode, Detokenizer
+from dora.core.ring import parse_trajectory_id
 from dora.schemas.records import (
     Admission,
     Chunk,
@@ -32,8 +33,6 @@ from dora.schemas.records import (
     unpack_logprobs,
     unpack_tokens,
 )
-
-Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ def view_of(
         run=run,
         id=identity,
         group=admission.group_id,
-        sample=int(identity.rpartition("/")[2]),
+        sample=parse_trajectory_id(identity)[1],
         purpose=admission.purpose,
         version=admission.policy_version,
         ordinal=admission.ordinal,
@@ -100,7 +99,7 @@ def view_of(
         logprob=float(np.mean(known)) if known else None,
         mismatch=None,
         attempts=attempts,
-        chunks=_chunk_views(chunks, decode, began),
+        chunks=tuple(_chunk_views(chunks, decode, began)),
         commands=tuple(
             CommandView(
                 each.record.kind,
@@ -135,7 +134,7 @@ def advantages_of(
     try:
         recorded = json.loads(started.identity)["trainer"]["loss"]
         settings = LossSection.model_validate(recorded)
-    except (ValueError, KeyError, TypeError, ValidationError):
+    except (ValueError, KeyError, TypeError):
         return {}, "the run did not record its loss as this version of dora knows it"
     values = group_advantages(known, divide_by_std=settings.advantage_std)
     return {sample: float(a) for sample, a in zip(sorted(group), values, strict=True)}, None
@@ -205,21 +204,15 @@ def _distinct(chunks: Sequence[Placed[Chunk]]) -> list[Placed[Chunk]]:
 
 def _chunk_views(
     chunks: Sequence[Placed[Chunk]], decode: Decode | None, began: int
-) -> tuple[ChunkView, ...]:
-    views = []
-    texts: list[str] = []
-    attempt = -1
-    for placed in chunks:
-        chunk = placed.record
-        if decode is not None and chunk.attempt != attempt:
-            attempt = chunk.attempt
-            own = [c.record.token_ids for c in chunks if c.record.attempt == attempt]
-            texts = token_texts(unpack_tokens(b"".join(own)).tolist(), decode)
-        tokens = len(chunk.token_ids) // 4
-        text = "".join(texts[:tokens]) if decode is not None else None
-        texts = texts[tokens:]
-        views.append(
-            ChunkView(
+) -> Iterator[ChunkView]:
+    for _, own in groupby(chunks, key=lambda placed: placed.record.attempt):
+        attempt = list(own)
+        ids = unpack_tokens(b"".join(each.record.token_ids for each in attempt)).tolist()
+        texts = None if decode is None else iter(token_texts(ids, decode))
+        for placed in attempt:
+            chunk = placed.record
+            tokens = len(chunk.token_ids) // 4
+            yield ChunkView(
                 chunk.attempt,
                 chunk.sequence,
                 chunk.worker,
@@ -229,12 +222,10 @@ def _chunk_views(
                 tokens,
                 chunk.resumed_tokens,
                 chunk.last,
-                text,
+                None if texts is None else "".join(islice(texts, tokens)),
                 placed.partition,
                 placed.offset,
             )
-        )
-    return tuple(views)
 
 
 def _attempts(

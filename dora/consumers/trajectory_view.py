@@ -194,12 +194,17 @@ def with_scores(view: TrajectoryView, scores: Scores) -> TrajectoryView:
             logprob, entropy = next(pairs)
             token = replace(token, trainer_logprob=logprob, entropy=entropy)
         tokens.append(token)
-    gaps = np.abs([t.difference for t in tokens if t.difference is not None])
-    mismatch = Mismatch(
+    recorded = [token.logprob for token in tokens if token.logprob is not None]
+    return replace(view, tokens=tuple(tokens), mismatch=mismatch_of(scores, np.array(recorded)))
+
+
+def mismatch_of(scores: Scores, recorded: npt.NDArray[np.float64]) -> Mismatch:
+    """What the trainer says against what was recorded of the same tokens, one at least."""
+    gaps = np.abs(scores.logprobs - recorded)
+    return Mismatch(
         mean=float(gaps.mean()),
         largest=float(gaps.max()),
         at=int(gaps.argmax()),
         entropy_mean=float(scores.entropy.mean()),
         entropy_largest=float(scores.entropy.max()),
     )
-    return replace(view, tokens=tuple(tokens), mismatch=mismatch)

@@ -84,6 +84,7 @@ def test_conditions_must_all_hold() -> None:
         ("rewrad<1", "there is no field rewrad"),
         ("reward<half", "'half' is no number"),
         ("reward<0.5, length>3", "is no number"),
+        ("reward!=nan", "nan is no number"),
         ("reward~1", "reward is a number"),
         ("finish<stop", "finish is a text"),
         ("text~(", "no regular expression"),

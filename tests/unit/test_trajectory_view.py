@@ -83,10 +83,11 @@ def test_scores_are_those_of_the_generated_tokens() -> None:
 
 
 def test_what_a_model_wrote_cannot_command_the_terminal() -> None:
-    evil = replace(RECORD, text="\x1b]0;title\x07", error="[bold]\x1b[2J")
+    evil = replace(RECORD, text="\x1b]0;title\x07", error="[bold]\x1b[2J", worker="[w0]\n")
     told = printed(view(evil, decode=lambda ids: "\x1b[31m" * len(ids)))
     assert "\x1b" not in told and "\x07" not in told
     assert "\\x1b[31m" in told and "[bold]" in told, "no markup is obeyed either"
+    assert told.count("[w0]\\n") == 2, "nor in names"
 
 
 def test_improbable_tokens_stand_out_on_a_terminal_and_only_there() -> None:

@@ -4,7 +4,6 @@ Invariant: of a trajectory only a length, sums and times stay, its tokens and it
 the result does not depend on the order in which trajectories are taken.
 """
 
-import json
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,6 +13,7 @@ from dora.consumers.report_incidents import IncidentFold
 from dora.consumers.report_statistics import Moments, TimeBins
 from dora.consumers.report_timeline import Timeline, TimelineFold
 from dora.consumers.schedule_log import Ordered, attempt_spans
+from dora.core.identity import success_threshold
 from dora.core.overlap import VersionSpans
 from dora.schemas.records import (
     Admission,
@@ -146,11 +146,3 @@ class Tally:
         # a trajectory without a reward is no success: evaluation counts it, a step never has one
         scores.rewards.add(record.reward if record.reward is not None else 0.0)
         scores.successes += record.reward is not None and record.reward >= self.threshold
-
-
-def success_threshold(identity: str) -> float:
-    """The reward from which on a trajectory counts as a success, 1 where it is not recorded."""
-    try:
-        return float(json.loads(identity or "{}")["task"]["success_threshold"])
-    except (ValueError, KeyError, TypeError):
-        return 1.0

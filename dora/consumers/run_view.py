@@ -4,7 +4,6 @@ Invariant: what is shown follows from the records taken and the time given, no m
 interleave. Contradictions in the log are counted and shown, they do not stop the view.
 """
 
-import json
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -14,6 +13,7 @@ from dora.consumers.recent_incidents import RecentIncidents
 from dora.consumers.snapshot import EvaluationPoint, Snapshot, StepPoint, VersionBacklog, assess
 from dora.consumers.waits import Sent, Sign, Wait, blocking, explain, starved
 from dora.core.groups import Group
+from dora.core.identity import success_threshold, tokens_per_step
 from dora.core.overlap import VersionSpans
 from dora.core.state import RunState, finished_facts
 from dora.core.window import Window
@@ -209,17 +209,15 @@ class RunView:
         if self.state is not None:
             self._problem("the ledger holds a second RunStarted record")
             return
-        identity = json.loads(record.identity or "{}")
-        threshold = identity.get("task", {}).get("success_threshold", 1.0)
         self.started = record
         self.state = RunState(
             Window(
                 record.max_staleness,
                 record.groups_per_step,
-                identity.get("window", {}).get("tokens_per_step"),
+                tokens_per_step(record.identity),
             ),
             record.group_size,
-            threshold,
+            success_threshold(record.identity),
         )
         self.state.start()
         self._seen(record.created_ms)

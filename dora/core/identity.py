@@ -34,7 +34,19 @@ def schedule_of(recorded: str) -> str:
 def ends_early(recorded: str) -> bool:
     """Whether the run with this recorded identity (JSON) has a budget of tokens per step, so that a
     step may train fewer groups than `groups_per_step`."""
-    return _section(recorded, "window").get("tokens_per_step") is not None
+    return tokens_per_step(recorded) is not None
+
+
+def tokens_per_step(recorded: str) -> int | None:
+    """The budget of tokens per step of a recorded identity (JSON); None without one."""
+    found = _section(recorded, "window").get("tokens_per_step")
+    return found if isinstance(found, int) else None
+
+
+def success_threshold(recorded: str) -> float:
+    """The reward from which on a trajectory counts as a success, 1 where none is recorded."""
+    found = _section(recorded, "task").get("success_threshold")
+    return float(found) if isinstance(found, int | float) else 1.0
 
 
 def _section(recorded: str, name: str) -> Mapping[str, Any]:

@@ -136,6 +136,15 @@ def test_topics_may_be_read_in_any_order() -> None:
     assert view.snapshot(30_000) == fold(*records).snapshot(30_000)
 
 
+@pytest.mark.parametrize("identity", ["[]", "no json", '{"task": 1}'])
+def test_a_foreign_identity_does_not_end_the_view(identity: str) -> None:
+    first, *rest = two_steps()
+    assert isinstance(first, RunStarted)
+    snapshot = fold(dataclasses.replace(first, identity=identity), *rest).snapshot(23_500)
+    assert (snapshot.step, snapshot.problems) == (2, ())
+    assert [point.successes for point in snapshot.evaluations] == [0, 1], "the threshold is 1"
+
+
 def test_an_empty_log_is_not_started() -> None:
     snapshot = fold().snapshot(0)
     assert snapshot.health == "not started"

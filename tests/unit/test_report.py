@@ -12,9 +12,9 @@ from dora.consumers.recent_incidents import RecentIncidents
 from dora.consumers.report_data import Difference, RunReport, differing, flattened, other_task
 from dora.consumers.report_incidents import EVENTS_KEPT, IncidentFold
 from dora.consumers.report_statistics import CURVE_POINTS
-from dora.consumers.report_tally import success_threshold
 from dora.consumers.report_timeline import TimelineFold, natural
 from dora.consumers.schedule_log import Occupancy
+from dora.core.identity import success_threshold
 from dora.schemas.records import Command, CommandKind, DeadLetter
 from tests.pages import parsed
 from tests.report_runs import K, MadeUpRun, clean_audit
@@ -221,5 +221,6 @@ def test_numbers_read_well() -> None:
 
 
 def test_a_threshold_that_is_not_recorded_is_one() -> None:
-    assert success_threshold("") == success_threshold("[]") == 1.0
+    for unknown in ("", "[]", "no json", '{"task": 1}', '{"task": {"success_threshold": "x"}}'):
+        assert success_threshold(unknown) == 1.0
     assert success_threshold('{"task": {"success_threshold": 0.25}}') == 0.25

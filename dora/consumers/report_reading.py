@@ -39,19 +39,9 @@ def read_report(
     `deadline` seconds, BusError if the cluster fails.
     """
     until = time.monotonic() + deadline
-
-    def left() -> float:
-        seconds = until - time.monotonic()
-        if seconds <= 0:
-            raise DeadlineError(
-                f"the report of run {run} took more than {deadline:g} s",
-                hint="Give it more time with --timeout, or leave the audit out with --no-audit.",
-            )
-        return seconds
-
-    log = RunLog(settings, run, deadline=left())
+    log = RunLog(settings, run, deadline=deadline)
     control = Control(log.started, log.ledger)
-    foreign = _read_control(settings, log, control, left())
+    foreign = _read_control(settings, log, control, until - time.monotonic())
     control.incidents.attempts(control.orders)
     newest = max((step.version_out for step in log.ledger), default=0)
     tally = Tally(
@@ -69,7 +59,13 @@ def read_report(
     refused: str | None = None
     if audit:
         try:
-            audited = audit_run(settings, run, deadline=left(), progress=progress)
+            left = until - time.monotonic()
+            audited = audit_run(settings, run, deadline=left, progress=progress)
+        except DeadlineError as error:
+            raise DeadlineError(
+                f"the report of run {run} took more than {deadline:g} s",
+                hint="Give it more time with --timeout, or leave the audit out with --no-audit.",
+            ) from error
         except (TopicError, RunError) as error:
             refused = error.message
     return assemble(

@@ -13,8 +13,10 @@ import pytest
 
 from dora.bus import ClusterSettings, LogWriter, TopicAdmin, cluster_settings, topic_plan
 from dora.config import KafkaSection
+from dora.consumers import report_reading
 from dora.consumers.report_reading import read_report
 from dora.consumers.run_log import RunLog
+from dora.errors import DeadlineError
 from dora.schemas.records import DeadLetter
 from tests.brokers import Cluster
 from tests.pages import parsed
@@ -197,6 +199,18 @@ def test_what_cannot_be_reported_is_refused_with_the_reason(
     refused(ended.command("report", "--compare", ended.name), 2, "not compared with itself")
     refused(dora("report", f"{ended.name}x", "-b", ended.address), 1, "has no run", ended.name)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_audit_that_takes_too_long_can_be_left_out(
+    ended: EndedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(*_: object, **__: object) -> None:
+        raise DeadlineError("the audit took too long", hint="An option that a report lacks.")
+
+    monkeypatch.setattr(report_reading, "audit_run", late)
+    result = ended.command("report", "-o", str(tmp_path / "x.html"))
+    refused(result, 1, "took more than", "--timeout", "--no-audit")
+    assert "lacks" not in result.output
 
 
 def test_a_run_that_has_not_begun_is_refused(

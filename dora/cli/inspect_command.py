@@ -1,7 +1,6 @@
 """`dora inspect`: a run's trajectories as a table, and one of them or a group as people read it."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +98,10 @@ def inspect(
     selection = Selection(
         groups, version, step, sort, reverse, tuple(map(parse_condition, filters)), limit
     )
+    if trajectory is not None and group is not None:
+        raise UsageError("--trajectory and --group cannot be combined")
     if trajectory is not None or group is not None:
-        _refuse_list_options(context, both=trajectory is not None and group is not None)
+        _refuse_list_options(context)
     elif logprobs:
         raise UsageError("--logprobs is for --trajectory and --group")
     if selection.needs_mismatch and not recompute:
@@ -124,10 +125,7 @@ def show_trajectory(
     kafka: KafkaSection,
     *,
     config_file: Path | None = None,
-    recompute: bool = False,
     as_json: bool = False,
-    sets: Sequence[str] = (),
-    logprobs: bool = False,
     timeout: float = 300.0,
 ) -> None:
     """Print one trajectory of `run`, for people or as one JSON object.
@@ -135,8 +133,8 @@ def show_trajectory(
     `timeout` (seconds) bounds the reading of the log. Raises RunError, naming the nearest ids, if
     the run has no trajectory `identity`, and what `Inspection` raises.
     """
-    inspection = Inspection(run, kafka, config_file=config_file, sets=sets, timeout=timeout)
-    _show_one(inspection, identity, recompute, as_json, logprobs)
+    inspection = Inspection(run, kafka, config_file=config_file, timeout=timeout)
+    _show_one(inspection, identity, recompute=False, as_json=as_json, logprobs=False)
     _warn(inspection)
 
 
@@ -207,9 +205,7 @@ def _warn(inspection: Inspection) -> None:
         click.echo(f"note: {text}", err=True)
 
 
-def _refuse_list_options(context: click.Context, *, both: bool) -> None:
-    if both:
-        raise UsageError("--trajectory and --group cannot be combined")
+def _refuse_list_options(context: click.Context) -> None:
     given = [
         name
         for name in ("groups", "version", "step", "sort", "reverse", "filters", "limit")

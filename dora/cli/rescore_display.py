@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dora.cli.visible_text import visible
-from dora.core.rescoring import Comparison, Means, Rescored
+from dora.core.rescoring import Comparison, Means, Rescored, merge_versions
 
 TREND_ROWS = 12
 _TEXT_CHARACTERS = 400
@@ -173,21 +173,11 @@ def _summary(c: Comparison) -> Table:
     for means in c.by_purpose:
         what = "training" if means.label == "train" else "held-out"
         old, new = means.reward_before, means.reward_after
-        table.add_row(
-            f"{what} reward",
-            f"{means.both:,}",
-            f"{old:.4f}",
-            f"{new:.4f}",
-            _difference(old, new, "+.4f"),
-        )
+        cells = (f"{what} reward", f"{means.both:,}", f"{old:.4f}", f"{new:.4f}")
+        table.add_row(*cells, _signed(new - old, "+.4f"))
         old, new = means.success_before, means.success_after
-        table.add_row(
-            f"{what} success",
-            "",
-            f"{old:.1%}",
-            f"{new:.1%}",
-            _difference(100 * old, 100 * new, "+.1f"),
-        )
+        cells = (f"{what} success", "", f"{old:.1%}", f"{new:.1%}")
+        table.add_row(*cells, _signed(100 * (new - old), "+.1f"))
     return table
 
 
@@ -197,7 +187,7 @@ def _trend(versions: Sequence[Means]) -> Table:
         table.add_column(
             name, justify="right" if name in ("version", "trajectories") else "left", no_wrap=True
         )
-    for means in merged(versions, TREND_ROWS):
+    for means in merge_versions(versions, TREND_ROWS):
         change = means.success_after - means.success_before
         marks = ("+" if change > 0 else "-") * round(10 * abs(change))
         table.add_row(
@@ -208,28 +198,6 @@ def _trend(versions: Sequence[Means]) -> Table:
             Text(marks, style="green" if change > 0 else "red"),
         )
     return table
-
-
-def merged(versions: Sequence[Means], rows: int) -> list[Means]:
-    """At most `rows` means of consecutive versions; labels become ranges."""
-    result = []
-    count = min(rows, len(versions))
-    for row in range(count):
-        part = versions[row * len(versions) // count : (row + 1) * len(versions) // count]
-        both = sum(m.both for m in part)
-        weight = max(both, 1)
-        ends = part[0].label if len(part) == 1 else f"{part[0].label}-{part[-1].label}"
-        result.append(
-            Means(
-                ends,
-                both,
-                sum(m.reward_before * m.both for m in part) / weight,
-                sum(m.reward_after * m.both for m in part) / weight,
-                sum(m.success_before * m.both for m in part) / weight,
-                sum(m.success_after * m.both for m in part) / weight,
-            )
-        )
-    return result
 
 
 def _show_change(change: Change, console: Console) -> None:
@@ -255,8 +223,7 @@ def _shortened(text: str) -> str:
     return flat if len(flat) <= _TEXT_CHARACTERS else f"{flat[:half]} … {flat[-half:]}"
 
 
-def _difference(before: float, after: float, form: str) -> Text:
-    change = after - before
+def _signed(change: float, form: str) -> Text:
     return Text(format(change, form), style="green" if change > 0 else "red" if change < 0 else "")
 
 

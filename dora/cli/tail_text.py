@@ -174,16 +174,12 @@ def _show(
                 drawn = now
                 if options.rows is None:
                     rows.resize(_fitting(console))
-                live.update(_screen(console, rows, options.run), refresh=True)
-        live.update(_screen(console, rows, options.run), refresh=True)
+                live.update(TextScreen(options.run, rows, console.height - 1), refresh=True)
+        live.update(TextScreen(options.run, rows, console.height - 1), refresh=True)
 
 
 def _fitting(console: Console) -> int:
     return max(1, (console.height - 2) // ROW_LINES)
-
-
-def _screen(console: Console, rows: TextRows, run: str) -> TextScreen:
-    return TextScreen(run, rows.rows, rows.waiting, rows.finished, console.height - 1)
 
 
 def _decoder(config: Config) -> Decode:

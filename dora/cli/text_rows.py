@@ -5,7 +5,6 @@ marked with its reward, and the row then goes to the one that was written to las
 would steer the terminal are never printed.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.cells import chop_cells
@@ -95,18 +94,15 @@ class TextScreen:
     """The rows as a picture of at most `height` lines."""
 
     title: str
-    rows: Sequence[Row]
-    waiting: int
-    finished: int
+    rows: TextRows
     height: int
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width
-        more = f", {self.waiting} more at work" if self.waiting else ""
-        head = Text(f"{self.title}: {self.finished} finished{more}", style="dim")
-        lines = [head]
-        each = (self.height - 1) // max(1, len(self.rows))
-        for row in self.rows:
+        width, rows = options.max_width, self.rows
+        more = f", {rows.waiting} more at work" if rows.waiting else ""
+        lines = [Text(f"{self.title}: {rows.finished} finished{more}", style="dim")]
+        each = (self.height - 1) // max(1, len(rows.rows))
+        for row in rows.rows:
             lines += row_lines(row, width, max(2, each))
         for line in lines[: self.height]:
             line.truncate(width, overflow="ellipsis")

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from dora.core.groups import has_signal
 from dora.schemas.records import Purpose
@@ -166,6 +167,29 @@ def spread_groups(sizes: Mapping[str, int], limit: int) -> set[str]:
         if total <= limit or count <= 1:
             return chosen
         count = max(1, min(count - 1, count * limit // total))
+
+
+def merge_versions(versions: Sequence[Means], rows: int) -> list[Means]:
+    """At most `rows` means, of about equally many consecutive versions each; labels are ranges."""
+    count = min(rows, len(versions))
+    ends = [row * len(versions) // count for row in range(1, count + 1)]
+    return [_merged(versions[begin:end]) for begin, end in pairwise([0, *ends])]
+
+
+def _merged(part: Sequence[Means]) -> Means:
+    both = sum(means.both for means in part)
+
+    def mean(field: str) -> float:
+        return math.fsum(getattr(m, field) * m.both for m in part) / max(both, 1)
+
+    return Means(
+        part[0].label if len(part) == 1 else f"{part[0].label}-{part[-1].label}",
+        both,
+        mean("reward_before"),
+        mean("reward_after"),
+        mean("success_before"),
+        mean("success_after"),
+    )
 
 
 def _crosses(before: float | None, after: float | None, threshold: float) -> bool:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dora.core.rescoring import Rescored, compare, largest_changes, spread_groups
+from dora.core.rescoring import Rescored, compare, largest_changes, merge_versions, spread_groups
 
 unhurried = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
@@ -112,6 +112,28 @@ def test_a_group_has_signal_where_it_has_for_the_trainer() -> None:
     groups = compare(scores, threshold=1, group_sizes={"g0": 2}).groups
     assert (groups.signal_before, groups.signal_after) == (0, 1)
     assert groups.advantages_changed == 0
+
+
+@given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 12))
+@unhurried
+def test_merged_versions_are_means_over_all_their_trajectories(
+    counts: list[int], rows: int
+) -> None:
+    scores = [
+        score(f"g{v}/{i}", 0.0 if i else None, float(v % 2), v)
+        for v, count in enumerate(counts)
+        for i in range(1 + count)
+    ]
+    single = compare(scores, threshold=1.0, group_sizes={}).by_version
+    merged = merge_versions(single, rows)
+    assert len(merged) == min(rows, len(counts))
+    assert sum(m.both for m in merged) == sum(counts)
+    for means in merged:
+        first, _, last = means.label.partition("-")
+        own = [v % 2 for v in range(int(first), int(last or first) + 1) for _ in range(counts[v])]
+        assert (
+            means.reward_after == means.success_after == pytest.approx(sum(own) / max(len(own), 1))
+        )
 
 
 def test_failures_are_told_by_reason_and_the_rest_by_code() -> None:

@@ -97,7 +97,7 @@ def test_the_screen_fits() -> None:
     console = Console(
         file=io.StringIO(), width=60, height=20, force_terminal=True, color_system=None
     )
-    console.print(TextScreen("run", rows.rows, rows.waiting, rows.finished, 19))
+    console.print(TextScreen("run", rows, 19))
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert len(lines) <= 19 and max(map(len, lines)) <= 60

@@ -4,7 +4,6 @@ Invariant: what is shown was read from the log and nothing is written to it; a m
 go at any time, on any machine that reaches the cluster.
 """
 
-import json
 import logging
 import time
 
@@ -16,6 +15,7 @@ from dora.consumers.chunk_signs import ChunkSigns, Search
 from dora.consumers.run_view import RunView
 from dora.consumers.snapshot import Snapshot
 from dora.core.groups import Group
+from dora.core.identity import dispatch_partitions
 from dora.core.ring import partition, slot_partitions, trajectory_id
 from dora.errors import BusError
 
@@ -171,8 +171,7 @@ class RunMonitor:
         concerns a version comes after its announcement."""
         view = self.view
         assert view.started is not None and view.state is not None
-        topic, shape = self._topics.dispatch, json.loads(view.started.identity or "{}")
-        count = int(shape.get("kafka", {}).get("dispatch_partitions", 1))
+        topic, count = self._topics.dispatch, dispatch_partitions(view.started.identity)
         oldest = view.policies.get(view.state.window.oldest_live(view.state.newest))
         slots = oldest.slots if oldest is not None else ()
         announced = {slot.partition: slot.offset for slot in slots if slot.topic == topic}

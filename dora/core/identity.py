@@ -43,6 +43,12 @@ def tokens_per_step(recorded: str) -> int | None:
     return found if isinstance(found, int) else None
 
 
+def dispatch_partitions(recorded: str) -> int:
+    """Partitions of the dispatch topic, 1 where their number is not recorded."""
+    found = _section(recorded, "kafka").get("dispatch_partitions")
+    return found if isinstance(found, int) else 1
+
+
 def success_threshold(recorded: str) -> float:
     """The reward from which on a trajectory counts as a success, 1 where none is recorded."""
     found = _section(recorded, "task").get("success_threshold")

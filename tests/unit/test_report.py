@@ -14,7 +14,6 @@ from dora.consumers.report_incidents import EVENTS_KEPT, IncidentFold
 from dora.consumers.report_statistics import CURVE_POINTS
 from dora.consumers.report_timeline import TimelineFold, natural
 from dora.consumers.schedule_log import Occupancy
-from dora.core.identity import success_threshold
 from dora.schemas.records import Command, CommandKind, DeadLetter
 from tests.pages import parsed
 from tests.report_runs import K, MadeUpRun, clean_audit
@@ -218,9 +217,3 @@ def test_numbers_read_well() -> None:
     ]  # fmt: skip
     assert [size(v) for v in (12, 2048, 3 * 2**30)] == ["12 B", "2.0 KiB", "3.0 GiB"]
     assert short("a" * 20 + "-0123456", 20) == "aaaaaaaaaaa…-0123456"
-
-
-def test_a_threshold_that_is_not_recorded_is_one() -> None:
-    for unknown in ("", "[]", "no json", '{"task": 1}', '{"task": {"success_threshold": "x"}}'):
-        assert success_threshold(unknown) == 1.0
-    assert success_threshold('{"task": {"success_threshold": 0.25}}') == 0.25

@@ -37,7 +37,8 @@ TOLD = 5
 
 
 class Inspection:
-    """One look at a run; `timeout` (seconds) bounds all reading of its log.
+    """One look at a run; `timeout` (seconds) bounds the reading of its log, and that of each batch
+    of trajectories that are scored.
 
     `config_file` and `sets` are for `recorded_config`. Raises as `RunLog` does.
     """

@@ -17,6 +17,7 @@ from dora.consumers.monitor import RunMonitor
 from tests.brokers import Cluster
 from tests.small_run import dora, make_model, refused
 from tests.spoken_run import STEPS, TAKEN_OVER, UNFINISHED, UNSCORED, SpokenRun
+from tests.written_run import WrittenRun
 
 NEW = """
 import os, time
@@ -148,6 +149,24 @@ def test_what_cannot_be_rescored_is_refused_with_the_reason(
     refused(rescore("--out", str(tmp_path / "no" / "out")), 2, "cannot be written")
 
 
+def test_what_retention_deleted_is_named_and_the_rest_is_scored(
+    spoken: SpokenRun, settings: ClusterSettings, run_name: str, tmp_path: Path
+) -> None:
+    run = SpokenRun(settings, run_name, tmp_path, spoken.small.model)
+    log = WrittenRun(settings, run.topics)
+    log.delete(run.topics.trajectories, 0, 2)
+    result = ask(run)
+    assert (result["trajectories"], result["gone"]) == (9, ["g0/0", "g0/1"])
+    assert "0 to 1 were deleted by retention" in result["notes"][0]  # type: ignore[index]
+    shown = run.small.look("rescore", "--jobs", "1").stdout
+    assert "2 trajectories that were trained are not in the log any more: g0/0, g0/1" in shown
+    log.delete(run.topics.trajectories, 0, 4)
+    refused(
+        run.small.look("rescore", "--version", "0"),
+        1, "4 that were trained are not in the log any more", "0 to 3 were deleted by retention",
+    )  # fmt: skip
+
+
 def test_text_comes_piece_by_piece_and_a_taken_over_prefix_once(spoken: SpokenRun) -> None:
     lines = [
         json.loads(line) for line in tail(spoken, "--json", "-o", "beginning").stdout.splitlines()
@@ -193,9 +212,7 @@ def test_bad_requests_for_text_are_refused(spoken: SpokenRun) -> None:
     refused(spoken.small.look("tail", "--rows", "2"), 2, "are for --text")
 
 
-def test_without_the_tokenizer_tokens_are_numbers_and_it_is_said_once(
-    spoken: SpokenRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_tokenizer_tokens_are_numbers_and_it_is_said_once(spoken: SpokenRun) -> None:
     hidden = spoken.small.model.with_name("hidden")
     spoken.small.model.rename(hidden)
     try:

@@ -37,16 +37,15 @@ directory, those of data sets and hooks to the configuration file.
 """
 
 
-def main() -> int:
-    """Write or check the page; the exit code."""
-    text = page()
+def publish(path: Path, text: str) -> int:
+    """Write the page at `path`, or check it; the exit code."""
     if "--check" in sys.argv[1:]:
-        if PAGE.read_text(encoding="utf-8") == text:
+        if path.read_text(encoding="utf-8") == text:
             return 0
-        print(f"{PAGE} is out of date: run `make docs`", file=sys.stderr)
+        print(f"{path} is out of date: run `make docs`", file=sys.stderr)
         return 1
-    PAGE.write_text(text, encoding="utf-8")
-    print(f"wrote {PAGE}")
+    path.write_text(text, encoding="utf-8")
+    print(f"wrote {path}")
     return 0
 
 
@@ -138,4 +137,4 @@ def _default(info: FieldInfo) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(publish(PAGE, page()))

@@ -6,6 +6,8 @@
 import sys
 from pathlib import Path
 
+from generate_configuration import publish
+
 from dora.telemetry.catalogue import CATALOGUE, VERSION, Metric
 
 PAGE = Path(__file__).with_name("observability.md")
@@ -20,20 +22,10 @@ TITLES = {
 }
 
 
-def main() -> int:
-    """Write or check the page; the exit code."""
-    old = PAGE.read_text(encoding="utf-8")
-    before, rest = old.split(BEGIN)
-    after = rest.split(END)[1]
-    text = f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
-    if "--check" in sys.argv[1:]:
-        if old == text:
-            return 0
-        print(f"{PAGE} is out of date: run `make docs`", file=sys.stderr)
-        return 1
-    PAGE.write_text(text, encoding="utf-8")
-    print(f"wrote {PAGE}")
-    return 0
+def page() -> str:
+    """The whole page, with the tables as they are now."""
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    return f"{before}{BEGIN}\n\n{tables()}\n{END}{rest.split(END)[1]}"
 
 
 def tables() -> str:
@@ -55,4 +47,4 @@ def _row(metric: Metric) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(publish(PAGE, page()))

@@ -76,6 +76,9 @@ _PROCESS = (
     ),
     _gauge("process", "dora_process_heartbeat_age_seconds",
            "Time since the process last reported that it lives."),
+    _gauge("process", "dora_process_late", "Workers of the process (or itself) silent for longer "
+           "than the run allows: rollout.heartbeat_timeout_seconds, or, while starting or "
+           "loading, rollout.load_timeout_seconds. Then /health answers 503."),
     _gauge("process", "dora_process_policy_version", "Newest policy version that the process "
            "knows or hosts; -1 is none.", status="version", largest=True),
     _counter("process", "dora_process_dead_letters_total", "Records that could not be read, "
@@ -208,7 +211,7 @@ _COORDINATOR = (
     _counter("coordinator", "dora_coordinator_commit_failures_total",
              "Transactions that Kafka refused; nothing of them took effect."),
     _gauge("coordinator", "dora_coordinator_workers", "Workers by their last word; `silent` are "
-           "those not heard for rollout.heartbeat_timeout_seconds.", label="state",
+           "those not heard for as long as the run allows.", label="state",
            values=(*STATES, "silent")),
     _gauge("coordinator", "dora_coordinator_worker_silence_seconds",
            "Longest time since a worker that should live was heard."),

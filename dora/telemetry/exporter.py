@@ -21,9 +21,9 @@ from prometheus_client.registry import Collector
 
 from dora.bus.settings import ClusterSettings
 from dora.config import Config
-from dora.core.roster import GONE, Roster
+from dora.core.roster import GONE, PATIENT, Roster
 from dora.core.state import RunState
-from dora.schemas.records import Admission, Command, Record, Status, Step
+from dora.schemas.records import Admission, Command, ProcessState, Record, Status, Step
 from dora.telemetry.catalogue import (
     COMMON,
     OTHER,
@@ -167,28 +167,27 @@ class ExportingMeter(Meter, Collector):
         states = dict.fromkeys((*STATES, "silent"), 0.0)
         longest = 0.0
         for member in roster.members():
-            silence = now - member.heard_at
-            gone = member.status.state in GONE
-            states["silent" if silence > silent_after and not gone else member.status.state] += 1
+            silence, state = now - member.heard_at, member.status.state
+            gone = state in GONE
+            allowed = (
+                self._config.rollout.load_timeout_seconds if state in PATIENT else silent_after
+            )
+            states["silent" if silence > allowed and not gone else state] += 1
             longest = longest if gone else max(longest, silence)
         self._gauges["dora_coordinator_workers"] = states
         self._set("dora_coordinator_worker_silence_seconds", longest)
 
     def health(self) -> tuple[bool, dict[str, object]]:
         """Whether the process reported in time that it lives, and what it said."""
-        statuses = dict(self._statuses)
-        living = [(s, at) for s, at in statuses.values() if s.state not in GONE]
-        now, rollout = self._clock(), self._config.rollout
-        late = [s.process for s, at in living if now - at > _allowed(s.state, self._config)]
-        if not statuses and now - self._began > rollout.load_timeout_seconds:
-            late = [self.process]
+        now = self._clock()
+        late, statuses = self._late(now), self._statuses
         return not late, {
             "run": self._config.run.name,
             "role": self.role,
             "process": self.process,
             "states": {name: status.state for name, (status, _) in sorted(statuses.items())},
             "heartbeat_age_seconds": round(self._heartbeat_age(now), 3),
-            "late": sorted(late),
+            "late": late,
         }
 
     def close(self) -> None:
@@ -202,6 +201,7 @@ class ExportingMeter(Meter, Collector):
         statuses = [status for status, _ in self._statuses.values()]
         gauges = dict(self._gauges)
         gauges["dora_process_heartbeat_age_seconds"] = {"": self._heartbeat_age(now)}
+        gauges["dora_process_late"] = {"": float(len(self._late(now)))}
         states = dict.fromkeys(STATES, 0.0)
         for status in statuses:
             states[status.state] += 1.0
@@ -240,13 +240,22 @@ class ExportingMeter(Meter, Collector):
         heard = [at for status, at in self._statuses.values() if status.state not in GONE]
         return max(0.0, now - min(heard, default=self._began))
 
+    def _late(self, now: float) -> list[str]:
+        """Who has been silent for longer than the run's own rules allow."""
+        heard = [(s.process, s.state, at) for s, at in self._statuses.values()]
+        heard = heard or [(self.process, "starting", self._began)]
+        return sorted(
+            name
+            for name, state, at in heard
+            if state not in GONE and now - at > self._allowed(state)
+        )
+
+    def _allowed(self, state: ProcessState) -> float:
+        """Seconds that a process may be silent in a state."""
+        rollout = self._config.rollout
+        patient = state in PATIENT
+        return rollout.load_timeout_seconds if patient else rollout.heartbeat_timeout_seconds
+
 
 def _by_version(counts: dict[int, int]) -> dict[str, float]:
     return {str(version): float(count) for version, count in counts.items()}
-
-
-def _allowed(state: str, config: Config) -> float:
-    """Seconds that a process may be silent in a state, as for the run's own rules."""
-    rollout = config.rollout
-    patient = state in ("starting", "loading")
-    return rollout.load_timeout_seconds if patient else rollout.heartbeat_timeout_seconds

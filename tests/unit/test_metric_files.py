@@ -79,7 +79,7 @@ SICK = {
         ("dora_trainer_staleness_bound", "2+0x120"),
     ],
     "DoraProcessDown": [("up", "0+0x120")],
-    "DoraProcessSilent": [("dora_process_heartbeat_age_seconds", "0+60x120")],
+    "DoraProcessSilent": [("dora_process_late", "1+0x120")],
     "DoraWorkerSilent": [("dora_coordinator_workers", "1+0x120")],
     "DoraDeadLetters": [("dora_process_dead_letters_total", "0+1x120")],
     "DoraLagGrowing": [("dora_trainer_trajectories_lag_records", "0+500x120")],

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dora.bus.broker_process import free_port
 from dora.config import Config
+from dora.core.roster import Roster
 from dora.core.state import RunState, finished_facts
 from dora.core.window import Window
 from dora.errors import ConfigError
@@ -210,12 +211,27 @@ def test_health_is_that_of_the_last_heartbeat(tmp_path: Path) -> None:
     clock.now += 2.0
     well, facts = meter.health()
     assert (well, facts["late"], facts["heartbeat_age_seconds"]) == (False, ["w0"], 31.0)
+    assert exported(meter)["dora_process_late", ""] == 1.0
     meter.heard(status("w0", "loading"))
     clock.now += 800.0
     assert meter.health()[0], "loading may take rollout.load_timeout_seconds"
+    assert exported(meter)["dora_process_late", ""] == 0.0
     meter.heard(status("w0", "stopped"))
     clock.now += 10_000.0
     assert meter.health()[0], "who said goodbye is not expected to speak"
+
+
+def test_a_worker_that_loads_is_not_silent(tmp_path: Path) -> None:
+    meter = exporter(tmp_path, "coordinator")
+    roster = Roster(heartbeat_timeout=30.0, load_timeout=900.0)
+    for state in ("loading", "ready", "stopped"):
+        roster.hear(status(state, state), 0.0)
+    for now, silent in ((20.0, 0.0), (40.0, 1.0), (901.0, 2.0)):
+        meter.workers(roster, now, 30.0)
+        found = exported(meter)
+        assert found["dora_coordinator_workers", "silent"] == silent
+        assert found["dora_coordinator_worker_silence_seconds", ""] == now
+    assert found["dora_coordinator_workers", "stopped"] == 1.0
 
 
 @pytest.fixture

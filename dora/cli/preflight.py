@@ -35,6 +35,7 @@ def preflight(config: Config, broker_directory: Path) -> list[Check]:
         ("model", _model),
         ("prompts", _prompts),
         ("libraries", _libraries),
+        ("traces.endpoint", _watching),
         ("run directory", _run_directory),
     ):
         checks += _guarded(subject, check, config)
@@ -143,6 +144,17 @@ def _libraries(config: Config) -> Iterator[Check]:
         )
     else:
         yield Check("libraries", "ok", ", ".join(wanted) or "none needed")
+
+
+def _watching(config: Config) -> Iterator[Check]:
+    """Trackers and traces that were asked for and need packages of their own."""
+    from dora.telemetry.tracker_kinds import missing
+
+    for package in ("wandb", "mlflow"):
+        if getattr(config.metrics, package) and importlib.util.find_spec(package) is None:
+            yield Check(f"metrics.{package}", "problem", str(missing(package)))
+    if config.traces.endpoint is not None:
+        import dora.telemetry.span_export  # noqa: F401 - which says what it lacks
 
 
 def _run_directory(config: Config) -> Iterator[Check]:

@@ -17,6 +17,7 @@ from prometheus_client.exposition import choose_encoder
 
 from dora.errors import ConfigError
 from dora.telemetry.exporter import ExportingMeter
+from dora.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +116,4 @@ def announce(path: Path, meter: ExportingMeter, endpoint: Endpoint, run: str) ->
     target = f"[{host}]:{endpoint.port}" if ":" in host else f"{host}:{endpoint.port}"
     labels = {"run": run, "role": meter.role, "process": meter.process}
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps([{"targets": [target], "labels": labels}]) + "\n")
-    draft.replace(path)
+    write_whole(path, json.dumps([{"targets": [target], "labels": labels}]) + "\n")

@@ -86,11 +86,8 @@ class ExportingTracer(Tracer):
     def _send(self) -> None:
         while not (self._ending.is_set() and self._waiting.empty()):
             self._ending.wait(SEND_SECONDS)
-            batch: list[Span] = []
-            while len(batch) < BATCH and not self._waiting.empty():
-                batch.append(self._waiting.get_nowait())
-            if batch:
-                self._export(batch)
+            while waiting := self._waiting.qsize():  # nobody else takes from it
+                self._export([self._waiting.get_nowait() for _ in range(min(waiting, BATCH))])
 
     def _export(self, batch: Sequence[Span]) -> None:
         try:

@@ -53,7 +53,7 @@ class WeightsAndBiases:
         try:
             import wandb
         except ImportError as error:
-            raise _missing("wandb") from error
+            raise missing("wandb") from error
         directory = run.config.run_directory
         directory.mkdir(parents=True, exist_ok=True)
         self._run: Any = wandb.init(
@@ -69,7 +69,8 @@ class WeightsAndBiases:
 
     def log(self, number: int, created_ms: int, values: Mapping[str, float]) -> None:
         """See `Tracker`."""
-        self._run.log(dict(values), step=number)
+        # with a step but without `commit` they would stay in this process until the next step
+        self._run.log(dict(values), step=number, commit=True)
 
     def close(self) -> None:
         """See `Tracker`."""
@@ -87,7 +88,7 @@ class MLflow:
             from mlflow.environment_variables import MLFLOW_TRACKING_URI
             from mlflow.tracking import MlflowClient
         except ImportError as error:
-            raise _missing("mlflow") from error
+            raise missing("mlflow") from error
         self._metric = Metric
         directory = run.config.run_directory
         directory.mkdir(parents=True, exist_ok=True)
@@ -124,7 +125,8 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
-def _missing(package: str) -> ConfigError:
+def missing(package: str) -> ConfigError:
+    """The error for a tracker whose package is not there."""
     return ConfigError(
         f"metrics.{package} is on, but the package {package} is not installed",
         hint=f"pip install {package}",

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from dora.config import Config
 from dora.schemas.records import RunStarted, Step
 from dora.telemetry.meter import meter
+from dora.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -134,9 +135,7 @@ class _Mark:
 
     def write(self, number: int) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self._path.with_suffix(".draft")
-        draft.write_text(json.dumps({"run_id": self._run_id, "step": number}) + "\n")
-        draft.replace(self._path)
+        write_whole(self._path, json.dumps({"run_id": self._run_id, "step": number}) + "\n")
 
 
 class _Channel:

@@ -113,6 +113,22 @@ def test_spans_are_sent_in_batches_and_the_rest_at_the_end(counted: Counted) -> 
     assert counted.counts == {"dora_process_spans_total": 700.0}
 
 
+def test_what_has_gathered_is_sent_at_once(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(span_export, "SEND_SECONDS", 2.0)
+    monkeypatch.setattr(span_export, "BATCH", 10)
+    with span_receiver() as receiver:
+        tracer = ExportingTracer(receiver.endpoint, run="r", role="trainer", process="trainer")
+        for number in range(100):
+            tracer.tell(span(number))
+        begun = time.monotonic()
+        while len(receiver.spans) < 100:
+            assert time.monotonic() < begun + 10.0, "a batch waits for each: 20 s"
+            time.sleep(0.02)
+        tracer.close()
+
+
 def test_spans_are_dropped_and_counted_while_the_receiver_is_away(
     counted: Counted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,9 +1,11 @@
 """Committed steps in experiment trackers, and trackers that misbehave."""
 
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from dora.config import Config
 from dora.schemas.records import Step
 from dora.telemetry import trackers as tracking
-from dora.telemetry.tracker_kinds import TensorBoard
+from dora.telemetry.tracker_kinds import TensorBoard, WeightsAndBiases
 from dora.telemetry.trackers import TrackedRun, Trackers, values_of
 from tests.run_records import run_started
 
@@ -172,11 +174,34 @@ def test_a_tracker_that_hangs_is_left_alone(
     assert logged == [1], "nothing more is handed to one that hung"
 
 
+class HoldingRun:
+    """As a run of wandb: values of a step stay with it until they are committed."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, float] = {}
+        self.sent: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, data: dict[str, float], step: int, commit: bool = False) -> None:
+        self.held.update(data)
+        if commit:
+            self.sent.append((step, self.held))
+            self.held = {}
+
+
+def test_the_last_step_does_not_stay_in_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = HoldingRun()
+    wandb = SimpleNamespace(init=lambda **given: run, Settings=lambda **given: given)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    tracker = WeightsAndBiases(TrackedRun(config(tmp_path), "id", 1))
+    tracker.log(1, 1000, {"train/loss": 0.5})
+    assert run.sent == [(1, {"train/loss": 0.5})]
+
+
 def test_packages_that_are_missing_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "wandb", None)
     given: dict[str, Any] = config(tmp_path).model_dump() | {"metrics": {"wandb": True}}
     trackers = Trackers(Config.model_validate(given))

@@ -1,0 +1,47 @@
+"""What a dry run says of what a run is watched with."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora.cli.preflight import preflight
+from dora.config import Config
+
+
+def problems(tmp: Path, **sections: Any) -> dict[str, str]:
+    config = Config.model_validate(
+        {
+            "run": {"name": "r", "directory": str(tmp)},
+            "policy": {"model": "emulated"},
+            "task": {"kind": "synthetic"},
+            "trainer": {"steps": 3, "engine": "emulated"},
+            "rollout": {"engine": "emulated"},
+            **sections,
+        }
+    )
+    found = preflight(config, tmp / "broker")
+    return {check.subject: check.detail for check in found if check.outcome == "problem"}
+
+
+def test_packages_of_trackers_and_traces_are_asked_for_only_if_they_are_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("wandb", "mlflow", "opentelemetry.sdk.resources"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "dora.telemetry.span_export", raising=False)
+    assert problems(tmp_path) == {}
+    on = {
+        "metrics": {"wandb": True, "mlflow": True},
+        "traces": {"endpoint": "http://127.0.0.1:4318"},
+    }
+    found = problems(tmp_path, **on)
+    assert found.keys() == {"metrics.wandb", "metrics.mlflow", "traces.endpoint"}
+    assert "pip install wandb" in found["metrics.wandb"]
+    assert "pip install mlflow" in found["metrics.mlflow"]
+    assert "pip install 'dora-rl[traces]'" in found["traces.endpoint"]
+
+
+def test_traces_are_no_problem_where_their_packages_are(tmp_path: Path) -> None:
+    assert problems(tmp_path, traces={"endpoint": "http://127.0.0.1:4318"}) == {}

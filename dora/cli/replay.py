@@ -137,7 +137,7 @@ def replay(
         raise UsageError("--serve needs the name of the run to feed: --as NEWRUN")
     if name == run:
         raise UsageError(f"--as {name}: a run cannot be fed from itself; give another name")
-    _serve(run, name, sets, config_file, speed, wait, config_out, kafka, settings, as_json)
+    _serve(run, name, sets, config_file, timeout, speed, wait, config_out, kafka, settings, as_json)
 
 
 def _asked(step: int | None, span: str | None) -> tuple[int | None, int | None]:
@@ -162,7 +162,7 @@ def _retrain(
 ) -> int:
     log_to_stderr(logging.WARNING)
     recorded = RunLog(settings, run, deadline=timeout)
-    recorded.step(1 if first is None else first)  # before anything is loaded
+    recorded.span(first, last)  # before anything is loaded
     changed = recorded_config(recorded.started, kafka, config_file, sets)
     what_if = check_sets(sets)
     elsewhere = [text for text in sets if not text.strip().startswith("trainer.")]
@@ -204,6 +204,7 @@ def _serve(
     name: str,
     sets: tuple[str, ...],
     config_file: Path | None,
+    timeout: float,
     speed: float,
     wait: float,
     config_out: Path | None,
@@ -211,23 +212,21 @@ def _serve(
     settings: ClusterSettings,
     as_json: bool,
 ) -> None:
-    from dora.bus.topics import RunTopics, TopicAdmin, topic_plan
+    from dora.bus.topics import TopicAdmin, topic_plan
     from dora.cli.coordinator import stop_on_signals
     from dora.cli.replay_toml import to_toml
     from dora.consumers.replay_recording import Recording
     from dora.consumers.replay_serving import ReplayServer
 
     log_to_stderr()
-    recorded = RunLog(settings, run, deadline=math.inf)
+    recorded = RunLog(settings, run, deadline=timeout)
     check_sets(sets)
     config = recorded_config(recorded.started, kafka, config_file, [*sets, f"run.name={name}"])
     recording = Recording(recorded, name)
-    topics = RunTopics(run)
+    recording.check_kept(settings)
+    if config_out is not None:
+        _write_new(config_out, to_toml(config))
     with TopicAdmin(settings) as admin:
-        begins = {info.name: info.begin_offsets for info in admin.describe(run)}
-        recording.check_kept(begins.get(topics.trajectories, {}))
-        if config_out is not None:
-            _write_new(config_out, to_toml(config))
         new = admin.create(topic_plan(config), exist_ok=True)
     command = ["dora", "train", str(config_out or config_file or "CONFIG")]
     if config_out is None:
@@ -237,15 +236,7 @@ def _serve(
     made = f"made the topics of {name}; " if new else ""
     click.echo(f"{made}start its trainer beside this command:\n  {shlex.join(command)}", file=say)
     say.flush()
-    server = ReplayServer(
-        recording,
-        recorded.started.identity,
-        len(recorded.steps),
-        config,
-        settings,
-        speed=speed,
-        wait=wait,
-    )
+    server = ReplayServer(recording, config, settings, speed=speed, wait=wait)
     report = server.serve(stop_on_signals())
     if as_json:
         print_line(json.dumps(report.to_json(), indent=2))

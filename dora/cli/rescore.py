@@ -27,6 +27,7 @@ from dora.cli.options import (
 from dora.cli.rescore_display import Change, Outcome, show
 from dora.config import Config, KafkaSection
 from dora.consumers.recorded_config import recorded_config
+from dora.consumers.replay_plan import parse_steps
 from dora.consumers.run_log import RunLog
 from dora.core.rescoring import Rescored, compare, largest_changes, spread_groups
 from dora.core.ring import trajectory_id
@@ -61,21 +62,6 @@ def _verifier(context: click.Context, parameter: click.Parameter, text: str | No
     return text
 
 
-def _steps(
-    context: click.Context, parameter: click.Parameter, text: str | None
-) -> tuple[int, int] | None:
-    """Parse `N` or `A:B`, both included."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    if match is None:
-        raise click.BadParameter(f"{text!r} is not one of N or A:B", context, parameter)
-    first, last = int(match[1]), int(match[2] or match[1])
-    if first > last:
-        raise click.BadParameter(f"{text!r}: the first step comes after the last", context)
-    return first, last
-
-
 @click.command()
 @click.argument("run")
 @click.option(
@@ -86,7 +72,7 @@ def _steps(
     "the run's own: a check that scoring is deterministic.",
 )
 @click.option("--version", type=click.IntRange(min=0), help="Only trajectories of this version.")
-@click.option("--steps", callback=_steps, metavar="A:B", help="Only what these steps trained.")
+@click.option("--steps", "span", metavar="A:B", help="Only what these steps trained.")
 @click.option(
     "--limit",
     type=click.IntRange(min=1),
@@ -119,7 +105,7 @@ def rescore(
     run: str,
     verifier: str | None,
     version: int | None,
-    steps: tuple[int, int] | None,
+    span: str | None,
     limit: int | None,
     threshold: float | None,
     jobs: int | None,
@@ -136,6 +122,7 @@ def rescore(
     They are scored as rollout workers score: in processes of their own, each response within
     task.verifier_timeout_seconds. Nothing is written to the run.
     """
+    steps = None if span is None else parse_steps(span)
     with waiting(f"reading {run}", quiet=as_json) as say:
         log = RunLog(cluster_settings(kafka), run, deadline=timeout)
         config = recorded_config(log.started, kafka, config_file, sets)
@@ -182,7 +169,10 @@ def rescore(
 
 
 def select(
-    log: RunLog, version: int | None, steps: tuple[int, int] | None, limit: int | None
+    log: RunLog,
+    version: int | None,
+    steps: tuple[int | None, int | None] | None,
+    limit: int | None,
 ) -> Selection:
     """What is to be scored. RunError if there is no such version or step, or nothing to score."""
     trained = log.trained_at()
@@ -194,9 +184,7 @@ def select(
             hint=f"It has versions {known[0]} to {known[-1]}." if known else None,
         )
     if steps is not None:
-        first, last = steps
-        for number in (first, last):
-            log.step(number)
+        first, last = log.span(*steps)
         groups = {g: a for g, a in groups.items() if first <= trained.get(g, -1) <= last}
     sizes = {group: admission.group_size for group, admission in groups.items()}
     if limit is not None:

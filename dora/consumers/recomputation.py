@@ -20,22 +20,20 @@ from dora.config import Config
 from dora.consumers import process
 from dora.consumers.adapter import add_adapter, published_name
 from dora.consumers.batches import MicroBatch, Sample, micro_batches, sample_of
-from dora.consumers.checkpoints import Checkpoints
 from dora.consumers.learning import Learning, create_learner, starting_model
 from dora.consumers.logprobs import token_logprobs, truncation_mask
-from dora.consumers.model import PolicyModel, load_model, model_inputs, untied
-from dora.consumers.recovery import fetch_steps, samples_of_step
+from dora.consumers.model import PolicyModel, load_model, model_inputs
+from dora.consumers.recovery import redo
 from dora.consumers.replay_plan import make_plan
 from dora.consumers.run_log import RunLog
 from dora.consumers.trajectory_view import Floats, Scores
 from dora.errors import DoraError, RecordError, RunError, WeightsError
 from dora.schemas.records import Trajectory
 from dora.weights.store import WeightStore
-from dora.weights.tensors import read_tensors, weights_checksum
+from dora.weights.tensors import read_tensors
 
 State = Mapping[str, torch.Tensor]
 Say = Callable[[str], None]
-READ_SECONDS = 300.0
 
 
 def token_entropies(
@@ -210,11 +208,6 @@ class Recomputation:
     def _redo(self, version: int, reason: WeightsError) -> PolicyScorer:
         self._say(f"{reason.message}: redoing it from the log")
         try:
-            if version == 0:
-                scorer = PolicyScorer(starting_model(self._config), self._config)
-                self._scorer = scorer
-                self._compare(version, weights_checksum(untied(scorer.state())))
-                return scorer
             learner = self._learner_at(version)
             self._compare(version, learner.weights_checksum())
             scorer = self._model(None)
@@ -229,36 +222,21 @@ class Recomputation:
 
     def _learner_at(self, version: int) -> Learning:
         run, config = self._run, self._config
-        path, begin = self._whole(run.step(version).checkpoint), version
-        if path is None:
-            base = make_plan(run, config, self._settings, version, version).base
-            path, begin = base.path, base.version
-        redone = self._redone
-        if redone is None or not begin <= redone.version <= version:
+        run.check_version(version)
+        plan = make_plan(run, config, self._settings, version + 1, version)
+        redone, base = self._redone, plan.base
+        if redone is None or not base.version <= redone.version <= version:
             learner = create_learner(config, starting_model(config))
-            if path is not None:
-                learner.load_checkpoint(path)
-            redone = self._redone = _Redone(learner, begin)
+            if base.path is not None:
+                learner.load_checkpoint(base.path)
+            redone = self._redone = _Redone(learner, base.version)
         with LogReader(self._settings, client_id=f"{run.run}.inspect") as reader:
-            for number in range(redone.version + 1, version + 1):
-                self._say(f"redoing step {number} of {version}")
-                step = run.step(number)
-                records = fetch_steps(reader, run.topics.trajectories, [step], READ_SECONDS)
-                groups = samples_of_step(step, records, redone.learner.vocabulary, config)
-                redone.learner.update(groups, step.version_in)
-                redone.version = number
+            for step in plan.steps:
+                if step.version_out > redone.version:
+                    self._say(f"redoing step {step.version_out} of {version}")
+                    redo(step, reader, run.topics.trajectories, redone.learner, config)
+                    redone.version = step.version_out
         return redone.learner
-
-    def _whole(self, checkpoint: str | None) -> Path | None:
-        """Where a checkpoint lies, if it is there and not damaged."""
-        if checkpoint is None:
-            return None
-        held = Checkpoints(self._config.run_directory / "checkpoints")
-        try:
-            held.verify(checkpoint)
-        except WeightsError:
-            return None
-        return held.path(checkpoint)
 
     def _compare(self, version: int, found: str) -> None:
         policy = self._run.policies.get(version)

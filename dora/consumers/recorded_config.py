@@ -9,8 +9,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from dora.config import Config, KafkaSection
 from dora.config_file import apply_sets, load_config
 from dora.core.identity import differences
@@ -50,7 +48,7 @@ def recorded_config(
     else:
         try:
             config = Config.model_validate(json.loads(started.config))
-        except (ValueError, ValidationError) as error:
+        except ValueError as error:
             raise ConfigError(
                 f"the configuration that run {started.run} recorded (dora {started.dora_version}) "
                 f"does not fit this version of dora: {error}",

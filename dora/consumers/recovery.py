@@ -116,6 +116,13 @@ def samples_of_step(
     ]
 
 
+def redo(step: Step, reader: LogReader, topic: str, learner: Learning, config: Config) -> None:
+    """Train `step` again; raises what `fetch_trajectories` and the learner raise."""
+    records = fetch_steps(reader, topic, [step], READ_SECONDS)
+    groups = samples_of_step(step, records, learner.vocabulary, config)
+    learner.update(groups, step.version_in, places=places_of(step.trained))
+
+
 def _trajectories_of(ref: GroupRef, records: Mapping[Place, Trajectory]) -> list[Trajectory]:
     trajectories = [records[s.partition, s.offset] for s in ref.samples]
     for sample, trajectory in zip(ref.samples, trajectories, strict=True):
@@ -322,13 +329,7 @@ class Recovery:
     def _redo(self, step: Step, reader: LogReader) -> None:
         self._say(f"redoing step {step.version_in} -> {step.version_out}")
         try:
-            records = fetch_steps(reader, self._topic, [step], READ_SECONDS)
-            groups = samples_of_step(
-                step,
-                records,
-                self._learner.vocabulary,
-                self._config,
-            )
+            redo(step, reader, self._topic, self._learner, self._config)
         except BusError as error:
             if not self.damaged:
                 raise
@@ -337,5 +338,4 @@ class Recovery:
                 hint=f"It is needed because checkpoint {', '.join(self.damaged)} is damaged. "
                 "Restore that, or give run.name another value.",
             ) from error
-        self._learner.update(groups, step.version_in, places=places_of(step.trained))
         meter().count("dora_trainer_redone_steps_total")

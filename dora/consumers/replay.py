@@ -127,7 +127,7 @@ def replay(
     the steps done and their number. Raises RunError if the log cannot be replayed, and what Kafka,
     the model and the disk refuse.
     """
-    plan = make_plan(run, config, settings, first, last, checkpoints=checkpoints)
+    plan = make_plan(run, config, settings, *run.span(first, last), checkpoints=checkpoints)
     return _Replay(run, config, settings, plan, what_if, sets, deadline, progress).carry_out()
 
 
@@ -154,7 +154,6 @@ class _Replay:
         self._deadline = deadline
         self._progress = progress
         self._notes = [*plan.passed_over]
-        self._base = plan.base
         self._results: list[ReplayedStep] = []
         self._differing: list[Difference] = []
         self._first: FirstDifference | None = None
@@ -180,8 +179,8 @@ class _Replay:
         seconds = time.monotonic() - begin - (self._loading - before)
         return ReplayReport(
             run=self._run.run,
-            base_version=self._base.version,
-            checkpoint=self._base.checkpoint,
+            base_version=plan.base.version,
+            checkpoint=plan.base.checkpoint,
             first=plan.first,
             results=tuple(self._results),
             differing=tuple(self._differing),

@@ -80,7 +80,7 @@ def parse_steps(text: str) -> tuple[int | None, int | None]:
     first = int(begin) if begin else None
     last = int(end) if end else (None if colon else first)
     if first is not None and last is not None and last < first:
-        raise UsageError(f"--steps {text}: step {last} comes before step {first}")
+        raise UsageError(f"--steps {text}: the first step comes after the last")
     return first, last
 
 
@@ -88,20 +88,17 @@ def make_plan(
     run: RunLog,
     config: Config,
     settings: ClusterSettings,
-    first: int | None = None,
-    last: int | None = None,
+    first: int,
+    last: int,
     *,
     checkpoints: bool = True,
 ) -> Plan:
-    """The plan for steps `first` to `last`, by default all, from the nearest checkpoint before them
-    or, without `checkpoints`, from version 0.
+    """The plan for steps `first` to `last` of the run (see `RunLog.span`), from the nearest
+    checkpoint before them or, without `checkpoints`, from version 0. If `first` is the one after
+    `last`, it is the plan for the way to version `last`.
 
-    RunError if the run has no such step (says which there are), has never committed one, or if
-    retention deleted what is needed (says what).
+    RunError if retention deleted what is needed (says what).
     """
-    steps = run.steps
-    begin = run.step(1 if first is None else first)
-    end = run.step(steps[-1].version_out if last is None else last)
     _check_continuous(run)
     passed_over: list[str] = []
     held = Checkpoints(config.run_directory / "checkpoints")
@@ -109,10 +106,10 @@ def make_plan(
         passed_over.append(f"checkpoints of {config.trainer.ranks} ranks are no use to one process")
         checkpoints = False
     bases = [_starting(run), *(_at_hand(run, held) if checkpoints else ())]
-    base = _nearest_whole(held, bases, begin.version_in, passed_over)
-    needed = [s for s in steps if base.version < s.version_out <= end.version_out]
-    _check_kept(run, settings, needed, bases, end.version_out)
-    return Plan(base, begin.version_out, needed, tuple(passed_over))
+    base = _nearest_whole(held, bases, first - 1, passed_over)
+    needed = [step for step in run.steps if base.version < step.version_out <= last]
+    _check_kept(run, settings, needed, bases, last)
+    return Plan(base, first, needed, tuple(passed_over))
 
 
 def _check_continuous(run: RunLog) -> None:
@@ -162,22 +159,11 @@ def _check_kept(
     last: int,
 ) -> None:
     """RunError if trajectories of the `needed` steps were deleted, with what is left to do."""
-    topic = run.topics.trajectories
-    partitions = {(topic, s.partition) for step in needed for r in step.trained for s in r.samples}
-    with LogReader(settings, client_id=f"{run.run}.replay") as reader:
-        begins = {number: at for (_, number), at in reader.start_offsets(partitions).items()}
-    missing = gone(needed, begins)
-    if not missing:
+    named, damaged = deleted(run, settings, needed)
+    if not damaged:
         return
-    named = "; ".join(
-        f"{topic} partition {number} begins at offset {begins[number]}, but {span(offsets)} "
-        f"{'is' if len(offsets) == 1 else 'are'} needed (step{'s' if len(steps) > 1 else ''} "
-        f"{span(steps)})"
-        for number, (offsets, steps) in sorted(missing.items())
-    )
-    damaged = {number for _, steps in missing.values() for number in steps}
     later = [base.version for base in bases if max(damaged) <= base.version < last]
-    every = f"Without trajectories of step {span(sorted(damaged))} "
+    every = f"Without trajectories of step {span(damaged)} "
     hint = (
         f"{every}steps {min(later) + 1} to {last} can be replayed: --steps {min(later) + 1}:{last}."
         if later
@@ -185,6 +171,22 @@ def _check_kept(
         "and there is none."
     )
     raise RunError(f"run {run.run} cannot be replayed: retention deleted {named}", hint=hint)
+
+
+def deleted(run: RunLog, settings: ClusterSettings, steps: Sequence[Step]) -> tuple[str, list[int]]:
+    """What retention deleted of the trajectories that `steps` trained, in words, and the steps that
+    trained them; empty if all are there."""
+    topic = run.topics.trajectories
+    partitions = {(topic, s.partition) for step in steps for r in step.trained for s in r.samples}
+    with LogReader(settings, client_id=f"{run.run}.replay") as reader:
+        begins = {number: at for (_, number), at in reader.start_offsets(partitions).items()}
+    missing = gone(steps, begins)
+    named = "; ".join(
+        f"{topic} partition {number} begins at offset {begins[number]}, but {span(offsets)} "
+        f"{'is' if len(offsets) == 1 else 'are'} needed (step{'s' * (len(by) > 1)} {span(by)})"
+        for number, (offsets, by) in sorted(missing.items())
+    )
+    return named, sorted({number for _, by in missing.values() for number in by})
 
 
 def gone(

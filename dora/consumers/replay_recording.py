@@ -8,7 +8,8 @@ times in the records stay the recorded ones.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from dora.consumers.replay_plan import gone, span
+from dora.bus.settings import ClusterSettings
+from dora.consumers.replay_plan import deleted
 from dora.consumers.run_log import RunLog
 from dora.core.identity import ends_early, schedule_of
 from dora.core.ring import trajectory_id
@@ -58,24 +59,18 @@ class Recording:
                 f"run {run.run} cannot be served: its journal begins at prompt {ordinals[0]}; what "
                 "came before was deleted"
             )
+        self.run = run
         self.source = run.run
         self.name = name
         self.admissions = [replace(each, run=name) for each in run.admissions.values()]
         self.without_chunks: set[str] = set()
         """Trajectories whose chunks are not all in the log any more."""
-        self._run = run
         self._groups: dict[int, dict[str, list[Timed]]] = {}
 
-    def check_kept(self, begins: dict[int, int]) -> None:
-        """RunError if a trained trajectory lies before the beginning of its partition."""
-        missing = gone(self._run.steps, begins)
-        if missing:
-            named = "; ".join(
-                f"{self._run.topics.trajectories} partition {number} begins at offset "
-                f"{begins[number]}, but {span(offsets)} would be served (trained by steps "
-                f"{span(steps)})"
-                for number, (offsets, steps) in sorted(missing.items())
-            )
+    def check_kept(self, settings: ClusterSettings) -> None:
+        """RunError if retention deleted a trained trajectory."""
+        named, damaged = deleted(self.run, settings, self.run.steps)
+        if damaged:
             raise RunError(f"run {self.source} cannot be served: retention deleted {named}")
 
     def records(self, group: Admission) -> list[Timed]:
@@ -114,7 +109,7 @@ class Recording:
     def _trajectories(self, version: int, wanted: Iterable[str]) -> dict[str, Trajectory]:
         found: dict[str, Trajectory] = {}
         missing = set(wanted)
-        for each in self._run.trajectories({version}):
+        for each in self.run.trajectories({version}):
             if each.record.trajectory_id in missing:
                 missing.discard(each.record.trajectory_id)
                 found[each.record.trajectory_id] = each.record
@@ -132,7 +127,7 @@ class Recording:
         unfinished = wanted - found.keys()
         if not due and not unfinished:
             return
-        for each in self._run.chunks(wanted):
+        for each in self.run.chunks(wanted):
             key = chunk_key(each.record)
             if key in seen:
                 continue

@@ -13,8 +13,7 @@ import json
 import logging
 import threading
 import time
-import uuid
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
@@ -28,8 +27,8 @@ from dora.config import Config
 from dora.consumers.ledger import new_state
 from dora.consumers.replay_recording import ChunkKey, Recording, chunk_key
 from dora.consumers.replay_status import ServingStatus
-from dora.core.filling import fillable
 from dora.core.identity import differences
+from dora.core.recorded_order import startable, stuck
 from dora.core.ring import JOURNAL, partition, trajectory_id
 from dora.core.roster import GONE
 from dora.core.state import finished_facts
@@ -83,25 +82,17 @@ class ReplayServer:
     def __init__(
         self,
         recording: Recording,
-        identity: str,
-        recorded_steps: int,
         config: Config,
         settings: ClusterSettings,
         *,
         speed: float,
         wait: float,
-        clock: Callable[[], float] = time.monotonic,
-        now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
         self._recording = recording
-        self._identity = identity
-        self._recorded_steps = recorded_steps
         self._config = config
         self._settings = settings
         self._speed = speed
         self._wait = wait
-        self._clock = clock
-        self._now_ms = now_ms
         self._run = config.run.name
         self._topics = RunTopics(self._run)
         self._state = new_state(config)
@@ -112,7 +103,7 @@ class ReplayServer:
         self._written: set[str] = set()  # trajectories
         self._chunks: set[ChunkKey] = set()  # written before this process began
         self._target: int | None = None
-        self._heard_at = self._begun_at = clock()
+        self._heard_at = self._begun_at = time.monotonic()
         self._transactions = TransactionalWriter(
             settings,
             f"{self._run}.coordinator",
@@ -122,7 +113,7 @@ class ReplayServer:
         )
         self._reader = LogReader(settings, client_id=f"{self._run}.replay")
         self._writer = LogWriter(settings, client_id="replay")
-        self._status = ServingStatus(config, self._writer, uuid.uuid4().hex, clock, now_ms)
+        self._status = ServingStatus(config, self._writer)
 
     def _places(self) -> list[tuple[str, int]]:
         topics = self._topics
@@ -160,12 +151,12 @@ class ReplayServer:
             source=self._recording.source,
             outcome=outcome,
             version=max(self._state.newest, 0),
-            recorded_steps=self._recorded_steps,
+            recorded_steps=len(self._recording.run.steps),
             groups=self._next,
             recorded_groups=len(self._recording.admissions),
             trajectories=len(self._written),
             without_chunks=len(self._recording.without_chunks),
-            seconds=self._clock() - self._begun_at,
+            seconds=time.monotonic() - self._begun_at,
         )
 
     def _rebuild(self) -> None:
@@ -195,7 +186,7 @@ class ReplayServer:
                 self._schedule(admission)
         if self._next:
             log.info("%s goes on: %d groups were served before", self._run, self._next)
-        self._heard_at = self._clock()
+        self._heard_at = time.monotonic()
 
     def _fold(self, messages: Iterable[Message]) -> None:
         for message in messages:
@@ -211,7 +202,7 @@ class ReplayServer:
                 self._check_same_kind(started)
                 self._state.start()
             case Step() as step:
-                self._heard_at = self._clock()
+                self._heard_at = time.monotonic()
                 self._state.commit(step)
                 if step.kind == "step":
                     log.info("version %d: %s", step.version_out, self._told())
@@ -221,14 +212,15 @@ class ReplayServer:
                 self._written.add(trajectory.trajectory_id)
                 self._state.finish(finished_facts(trajectory, message.partition, message.offset))
             case Status(role="trainer") as status if status.state not in GONE:
-                self._heard_at = self._clock()
+                self._heard_at = time.monotonic()
                 self._target = int(status.metrics.get("steps_target", 0)) or self._target
             case _:
                 pass
 
     def _check_same_kind(self, started: RunStarted) -> None:
-        recorded, given = json.loads(self._identity), json.loads(started.identity)
-        changed = [d for d in differences(recorded, given) if not d.startswith(_FREE)]
+        recorded = json.loads(self._recording.run.started.identity)
+        found = differences(recorded, json.loads(started.identity))
+        changed = [each for each in found if not each.startswith(_FREE)]
         if changed:
             raise RunError(
                 f"run {self._run} cannot be fed with what run {self._recording.source} recorded: "
@@ -260,18 +252,9 @@ class ReplayServer:
 
     def _admit(self) -> None:
         """Start the next groups that may start now."""
-        newest, now = self._state.newest, self._now_ms()
-        outstanding = dict(self._state.outstanding)
-        starting: list[Admission] = []
-        for recorded in self._recording.admissions[self._next :]:
-            version = recorded.policy_version
-            if version > newest:
-                break
-            if recorded.purpose == "train":
-                if not self._fits(version, outstanding):
-                    break
-                outstanding[version] = outstanding.get(version, 0) + 1
-            starting.append(replace(recorded, created_ms=now))
+        now = time.time_ns() // 1_000_000
+        waiting = self._recording.admissions[self._next :]
+        starting = [replace(each, created_ms=now) for each in startable(self._state, waiting)]
         if not starting:
             return
         try:
@@ -287,14 +270,8 @@ class ReplayServer:
             self._admitted_now(admission)
             self._schedule(admission)
 
-    def _fits(self, version: int, outstanding: dict[int, int]) -> bool:
-        window, newest = self._state.window, self._state.newest
-        if version == newest:
-            return window.admits(sum(outstanding.values()))
-        return fillable(window, newest, outstanding, version, 1) > 0
-
     def _schedule(self, admission: Admission) -> None:
-        now = self._clock()
+        now = time.monotonic()
         for timed in self._recording.records(admission):
             record = timed.record
             if isinstance(record, Chunk):
@@ -308,7 +285,7 @@ class ReplayServer:
 
     def _write_due(self) -> None:
         """Write what is due, the earliest first."""
-        now = self._clock()
+        now = time.monotonic()
         while self._due and self._due[0][0] <= now:
             taken: list[tuple[float, int, Chunk | Trajectory]] = []
             while self._due and self._due[0][0] <= now and len(taken) < RECORDS_AT_ONCE:
@@ -337,7 +314,7 @@ class ReplayServer:
     def _pause(self) -> float:
         if not self._due:
             return POLL_SECONDS
-        return min(POLL_SECONDS, max(0.0, self._due[0][0] - self._clock()))
+        return min(POLL_SECONDS, max(0.0, self._due[0][0] - time.monotonic()))
 
     def _pending(self) -> dict[str, int]:
         """Trajectories that are to be written, and their attempts."""
@@ -362,7 +339,7 @@ class ReplayServer:
             return "the recording is used up"
         if newest >= 0 and self._next < len(queue):
             self._check_can_go_on(queue[self._next])
-        silent = self._clock() - self._heard_at
+        silent = time.monotonic() - self._heard_at
         if silent <= self._wait:
             return None
         if used_up:
@@ -378,19 +355,8 @@ class ReplayServer:
 
     def _check_can_go_on(self, head: Admission) -> None:
         """RunError if the trainer can never reach what comes next, or has left it behind."""
-        state, version = self._state, head.policy_version
-        source, why = self._recording.source, ""
-        if version > state.newest and state.outstanding_total < state.window.fewest:
-            why = (
-                f"version {state.newest} has {state.outstanding_total} groups left, too few for a "
-                f"step, and the next one, {head.group_id}, is of version {version}"
-            )
-        elif head.purpose == "train" and version < state.window.oldest_live(state.newest):
-            why = (
-                f"group {head.group_id} of version {version} is next, and version {state.newest} "
-                "is too far ahead of it"
-            )
-        if why:
+        source, why = self._recording.source, stuck(self._state, head)
+        if why is not None:
             raise RunError(
                 f"run {self._run} cannot go on with what run {source} recorded: {why}",
                 hint=f"Its trainer sets other groups aside than that of run {source} did: leave "

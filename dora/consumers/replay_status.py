@@ -6,7 +6,9 @@ still to come; nothing of it decides anything.
 
 import os
 import socket
-from collections.abc import Callable, Mapping
+import time
+import uuid
+from collections.abc import Mapping
 
 from dora.bus.topics import RunTopics
 from dora.bus.writer import LogWriter
@@ -21,19 +23,10 @@ _SHOWN = 1000
 class ServingStatus:
     """Sends a status for both roles every `rollout.heartbeat_seconds`."""
 
-    def __init__(
-        self,
-        config: Config,
-        writer: LogWriter,
-        incarnation: str,
-        clock: Callable[[], float],
-        now_ms: Callable[[], int],
-    ) -> None:
+    def __init__(self, config: Config, writer: LogWriter) -> None:
         self._config = config
         self._writer = writer
-        self._incarnation = incarnation
-        self._clock = clock
-        self._now_ms = now_ms
+        self._incarnation = uuid.uuid4().hex
         self._topic = RunTopics(config.run.name).workers
         self._sent_at = float("-inf")
         self._version = -1
@@ -41,7 +34,7 @@ class ServingStatus:
     def beat(self, message: str, version: int, running: Mapping[str, int]) -> None:
         """Send statuses if they are due. `running` are trajectories and their attempts."""
         self._version = version
-        now = self._clock()
+        now = time.monotonic()
         if now - self._sent_at < self._config.rollout.heartbeat_seconds:
             return
         self._sent_at = now
@@ -61,7 +54,7 @@ class ServingStatus:
                 role="rollout" if worker else "coordinator",
                 incarnation=self._incarnation,
                 state=state,
-                created_ms=self._now_ms(),
+                created_ms=time.time_ns() // 1_000_000,
                 message=message,
                 version=self._version,
                 versions=(self._version,) if worker and self._version >= 0 else (),

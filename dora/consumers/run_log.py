@@ -7,7 +7,6 @@ version and size with which the journal admitted its group.
 """
 
 import difflib
-import time
 from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from dora.bus.reader import BEGINNING, LogReader, Message, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics, TopicAdmin
 from dora.core.ring import JOURNAL, parse_trajectory_id, partition, slot_partitions
-from dora.errors import DeadlineError, RunError
+from dora.errors import RunError
 from dora.schemas.records import Admission, Chunk, Command, Policy, RunStarted, Step, Trajectory
 
 R = TypeVar("R")
@@ -36,8 +35,9 @@ class Placed(Generic[R]):
 class RunLog:
     """The log of `run`, of which ledger, policies and journal are read at once.
 
-    Everything together may take `deadline` seconds (DeadlineError). TopicError if there is no such
-    run, RunError if it has not begun, BusError if the cluster fails.
+    Each pass over a topic may take `deadline` seconds (DeadlineError), so that a log may be held
+    for as long as it is of use. TopicError if there is no such run, RunError if it has not begun,
+    BusError if the cluster fails.
     """
 
     def __init__(self, settings: ClusterSettings, run: str, *, deadline: float = 300.0) -> None:
@@ -49,8 +49,7 @@ class RunLog:
         """What retention deleted, a sentence each."""
         self._noted: set[str] = set()
         self._settings = settings
-        self._seconds = deadline
-        self._until = time.monotonic() + deadline
+        self._deadline = deadline
         with TopicAdmin(settings) as admin:
             self._partitions = {info.name: info.partitions for info in admin.describe(run)}
             if self.topics.steps not in self._partitions:
@@ -81,6 +80,13 @@ class RunLog:
                 return step
         first, last = steps[0].version_out, steps[-1].version_out
         raise RunError(f"run {self.run} has no step {number}: it has steps {first} to {last}")
+
+    def span(self, first: int | None, last: int | None) -> tuple[int, int]:
+        """First and last step of a span whose open ends (None) are the run's; RunError, saying
+        which steps there are, if it has not both."""
+        begin = self.step(1 if first is None else first)
+        end = self.step(self.steps[-1].version_out if last is None else last)
+        return begin.version_out, end.version_out
 
     def check_version(self, version: int) -> None:
         """RunError, saying which there are, if the run has no such version."""
@@ -319,7 +325,7 @@ class RunLog:
                     if text not in self.missing:
                         self.missing.append(text)
             reader.assign({place: max(at, begin[place]) for place, at in places.items()})
-            yield from reader.read_to_end(self._left())
+            yield from reader.read_to_end(self._deadline)
 
     def _note(self, message: Message, what: str | None = None) -> None:
         value = message.value
@@ -331,15 +337,6 @@ class RunLog:
         if text not in self._noted:
             self._noted.add(text)
             self.unreadable.append(text)
-
-    def _left(self) -> float:
-        left = self._until - time.monotonic()
-        if left <= 0:
-            raise DeadlineError(
-                f"reading the log of run {self.run} took more than {self._seconds:g} s",
-                hint="Give it more time with --timeout.",
-            )
-        return left
 
 
 def _number(group: str) -> int:

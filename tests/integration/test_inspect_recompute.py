@@ -3,6 +3,7 @@
 import json
 import shutil
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from dora.consumers.learner import Learner
 from dora.consumers.recomputation import PolicyScorer, Recomputation, token_entropies
 from dora.consumers.run_log import RunLog
 from dora.errors import RunError, WeightsError
-from dora.schemas.records import Trajectory, unpack_logprobs
+from dora.schemas.records import Trajectory, VersionRun, unpack_logprobs
 from tests.brokers import Cluster
 from tests.integration.test_learner import config as learner_settings
 from tests.integration.test_lora_learner import settings as lora_settings
@@ -137,6 +138,9 @@ def test_weights_that_are_not_stored_any_more_are_redone_from_the_log(
         with pytest.raises(RunError, match="the weights of version 2 are gone") as told:
             gone.scores(records[-1:])
         assert "they cannot be redone" in told.value.message
+        later = replace(records[0], version_runs=(VersionRun(9, records[0].generated_tokens),))
+        with pytest.raises(RunError, match="has no version 9: it has versions 0 to 3"):
+            again.scores([later])
     finally:
         for source, target in moved:
             shutil.move(target, source)

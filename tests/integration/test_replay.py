@@ -200,7 +200,7 @@ def test_a_damaged_checkpoint_is_passed_over(trained: World, tmp_path: Path) -> 
 
 def test_checkpoints_of_several_ranks_are_passed_over(trained: World) -> None:
     config = trained.config(steps=STEPS, ranks=2)
-    plan = make_plan(RunLog(trained.settings, trained.name), config, trained.settings, 4)
+    plan = make_plan(RunLog(trained.settings, trained.name), config, trained.settings, 4, 4)
     assert plan.base.checkpoint is None and len(plan.steps) == 4
     assert "2 ranks" in plan.passed_over[0]
 
@@ -262,7 +262,7 @@ def test_what_retention_deleted_is_named_with_the_steps_that_need_it(written: Wr
     refused(
         dora("replay", written.run, "-b", address, "--serve", "--as", written.run + "-2"),
         1,
-        f"{topic} partition 1 begins at offset 2, but 0 to 1 would be served (trained by steps 2)",
+        f"{topic} partition 1 begins at offset 2, but 0 to 1 are needed (step 2)",
     )
     refused(dora("replay", written.run, "-b", address, "--steps", ":1"), 1, "no-model")
 

@@ -86,14 +86,7 @@ class Source:
         with TopicAdmin(self.settings) as admin:
             admin.create(topic_plan(config), exist_ok=True)
         given = {"speed": float("inf"), "wait": SECONDS} | options
-        return ReplayServer(
-            Recording(run, config.run.name),
-            run.started.identity,
-            len(run.steps),
-            config,
-            self.settings,
-            **given,
-        )
+        return ReplayServer(Recording(run, config.run.name), config, self.settings, **given)
 
     def audit(self, name: str) -> AuditReport:
         return audit_run(self.settings, name, deadline=SECONDS)

@@ -1,5 +1,6 @@
 """A run's log as people read it: what counts, where it lies, and what is foreign or gone."""
 
+import time
 import uuid
 
 import pytest
@@ -92,6 +93,23 @@ def test_only_trajectories_that_count_are_read_and_foreign_records_are_counted(
     again = list(log.trajectories())
     assert len(again) == len(wanted) and len(log.unreadable) == 3, "each is told once"
     assert not log.missing
+
+
+def test_a_log_that_is_held_for_long_can_still_be_read(
+    written: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = RunLog(written.settings, written.run, deadline=DEADLINE)
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 2 * DEADLINE)
+    assert ids(log, 0) == ["g0/0", "g0/1", "g1/0", "g1/1"]
+
+
+def test_a_span_of_steps_has_both_its_ends(log: RunLog) -> None:
+    assert log.span(None, None) == (1, 3)
+    assert log.span(2, None) == (2, 3) and log.span(None, 2) == (1, 2)
+    for first, last in ((0, None), (None, 4), (2, 4)):
+        with pytest.raises(RunError, match="it has steps 1 to 3"):
+            log.span(first, last)
 
 
 def test_a_group_is_read_with_all_its_finished_samples(log: RunLog) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dora.cli.report_charts import version_paint
+from dora.cli.report_charts import axes, legend, version_paint, whole_numbers
 from dora.cli.report_svg import PAINT, SERIES, Chart, figure, markup
 from dora.cli.report_text import compact, duration, percent, short, time_unit
 from dora.consumers.report_data import RunReport
@@ -135,11 +135,8 @@ def times(report: RunReport, number: int, several: bool) -> Chart | None:
     base: npt.NDArray[np.float64] = np.zeros(len(wholes))
     with figure() as drawn:
         axis = drawn.subplots()
-        from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
-        axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axis.set_xlabel("step")
+        axes(axis, "step", share=True)
+        whole_numbers(axis)
         for name, label, colour in parts:
             shares = np.array(
                 [getattr(t, name) / whole for t, whole in zip(report.times, wholes, strict=True)]
@@ -156,16 +153,7 @@ def times(report: RunReport, number: int, several: bool) -> Chart | None:
             base = base + shares
         axis.set_ylim(0, 1)
         axis.set_xlim(edges[0], edges[-1])
-        axis.legend(
-            loc="lower left",
-            bbox_to_anchor=(0, 1),
-            ncols=4,
-            borderaxespad=0.2,
-            handlelength=1.0,
-            handleheight=1.0,
-            columnspacing=1.1,
-            handletextpad=0.4,
-        )
+        legend(axis)
         about = f"{report.run}: the trainer waited {percent(report.numbers.trainer_idle_share)}"
         about += " of its time"
         return Chart(identity, title, about, markup(drawn, identity, title, about))

@@ -32,12 +32,11 @@ def curve(
     if not any(points(r) or (held_out and held_out(r)) for r in reports):
         return None
     scale, unit = _unit(reports) if over_time else (1.0, "step")
-    legend = len(reports) > 1 or held_out is not None
     with figure() as drawn:
         axis = drawn.subplots()
-        _axes(axis, unit if over_time else "step", share=share)
+        axes(axis, unit if over_time else "step", share=share)
         if not over_time:
-            _whole_numbers(axis)
+            whole_numbers(axis)
         for number, report in enumerate(reports):
             colour = PAINT[SERIES[number]]
             shown = thinned(points(report), CURVE_POINTS)
@@ -55,8 +54,8 @@ def curve(
         if share:
             axis.set_ylim(-0.02, 1.02)
             axis.set_yticks([0, 0.25, 0.5, 0.75, 1])
-        if legend:
-            _legend(axis)
+        if len(reports) > 1 or held_out is not None:
+            legend(axis)
         about = "; ".join(filter(None, (_ends(r, points, share) for r in reports)))
         marks = len(reports) > 1 and held_out is not None
         note = "Diamonds are held-out prompts." if marks else ""
@@ -76,8 +75,8 @@ def mismatch(reports: Sequence[RunReport]) -> Chart | None:
     identity, title = "mismatch", "Engine against trainer"
     with figure() as drawn:
         axis = drawn.subplots()
-        _axes(axis, "step")
-        _whole_numbers(axis)
+        axes(axis, "step")
+        whole_numbers(axis)
         positive = False
         for number, report in enumerate(reports):
             for name, label, line in names:
@@ -96,7 +95,7 @@ def mismatch(reports: Sequence[RunReport]) -> Chart | None:
         if positive:
             _logarithmic(axis)
         axis.set_ylabel("nats")
-        _legend(axis)
+        legend(axis)
         means = (
             f"{r.run}: mean {compact(r.numbers.logprob_mismatch_mean)} nats over all tokens"
             for r in reports
@@ -115,7 +114,7 @@ def staleness(reports: Sequence[RunReport]) -> Chart | None:
     width = 0.72 / len(reports)
     with figure() as drawn:
         axis = drawn.subplots()
-        _axes(axis, "versions between generation and training", share=True)
+        axes(axis, "versions between generation and training", share=True)
         for number, report in enumerate(reports):
             total = sum(report.staleness.values())
             places = [k + (number - (len(reports) - 1) / 2) * width for k in range(most + 1)]
@@ -133,7 +132,7 @@ def staleness(reports: Sequence[RunReport]) -> Chart | None:
         axis.margins(y=0.15)
         axis.set_ylim(bottom=0)
         if len(reports) > 1:
-            _legend(axis)
+            legend(axis)
         about = "; ".join(
             f"{r.run}: "
             + ", ".join(f"{count:,} groups {k} later" for k, count in r.staleness.items())
@@ -150,7 +149,7 @@ def lengths(reports: Sequence[RunReport]) -> Chart | None:
     identity, title = "lengths", "Response lengths"
     with figure() as drawn:
         axis = drawn.subplots()
-        _axes(axis, "generated tokens")
+        axes(axis, "generated tokens")
         for number, report in enumerate(reports):
             if not report.lengths.total:
                 continue
@@ -166,7 +165,7 @@ def lengths(reports: Sequence[RunReport]) -> Chart | None:
         axis.set_ylabel("trajectories")
         _numbers(axis.xaxis)
         if len(reports) > 1:
-            _legend(axis)
+            legend(axis)
         about = "; ".join(
             f"{r.run}: {r.lengths.total:,} trajectories"
             + f", the longest has {max(t.lengths.largest for t in r.tails):,.0f} tokens"
@@ -191,8 +190,8 @@ def tails(reports: Sequence[RunReport]) -> Chart | None:
         lines = [lines[0], lines[2]]
     with figure() as drawn:
         axis = drawn.subplots()
-        _axes(axis, "version")
-        _whole_numbers(axis)
+        axes(axis, "version")
+        whole_numbers(axis)
         for number, report in enumerate(reports):
             for place, (name, label, line) in enumerate(lines):
                 points = thinned(
@@ -210,7 +209,7 @@ def tails(reports: Sequence[RunReport]) -> Chart | None:
         axis.set_ylim(bottom=0)
         axis.set_ylabel("tokens")
         _strip(axis, max(t.version for r in reports for t in r.tails))
-        _legend(axis)
+        legend(axis)
         about = "; ".join(
             f"{r.run}: from version {first.version} to {last.version} the median goes from "
             f"{first.lengths.p50:,.0f} to {last.lengths.p50:,.0f} tokens, the 99th percentile from "
@@ -229,7 +228,7 @@ def throughput(reports: Sequence[RunReport]) -> Chart | None:
     scale, unit = _unit(reports)
     with figure() as drawn:
         axis = drawn.subplots()
-        _axes(axis, unit)
+        axes(axis, unit)
         for number, report in enumerate(reports):
             alone = len(reports) == 1
             axis.plot(
@@ -250,7 +249,7 @@ def throughput(reports: Sequence[RunReport]) -> Chart | None:
                 )
         axis.set_ylim(bottom=0)
         axis.set_ylabel("tokens/s")
-        _legend(axis)
+        legend(axis)
         about = "; ".join(
             f"{r.run}: {compact(r.numbers.tokens_per_second)} tokens generated per second"
             for r in reports
@@ -299,7 +298,8 @@ def _unit(reports: Sequence[RunReport]) -> tuple[float, str]:
     return time_unit(max((report.numbers.wall_seconds for report in reports), default=0.0))
 
 
-def _axes(axis: Any, below: str, *, share: bool = False) -> None:
+def axes(axis: Any, below: str, *, share: bool = False) -> None:
+    """Label the x axis; write the y axis in percent or compactly."""
     axis.set_xlabel(below)
     if share:
         from matplotlib.ticker import FuncFormatter
@@ -322,19 +322,21 @@ def _logarithmic(axis: Any) -> None:
     _numbers(axis.yaxis)  # a scale brings its own
 
 
-def _whole_numbers(axis: Any) -> None:
+def whole_numbers(axis: Any) -> None:
+    """Ticks of the x axis at steps or versions."""
     from matplotlib.ticker import MaxNLocator
 
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     _numbers(axis.xaxis)
 
 
-def _legend(axis: Any) -> None:
+def legend(axis: Any) -> None:
+    """The legend above the axes, in as many columns as fit."""
     longest = max((len(text) for text in axis.get_legend_handles_labels()[1]), default=0)
     axis.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1),
-        ncols=4 if longest <= 8 else 2 if longest <= 20 else 1,
+        ncols=4 if longest <= 10 else 2 if longest <= 20 else 1,
         borderaxespad=0.2,
         handlelength=1.3,
         columnspacing=1.2,

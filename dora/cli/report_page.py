@@ -5,7 +5,7 @@ its size does not grow with the run: long tables are cut, and say so.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from dora.consumers.report_data import (
     Difference,
     KeyNumbers,
     RunReport,
+    VersionRow,
     differing,
     other_task,
 )
@@ -176,7 +177,7 @@ def sections(reports: Sequence[RunReport]) -> list[Section]:
     return [section for section in found if section.charts]
 
 
-def _drawn(charts: Any) -> tuple[Chart, ...]:
+def _drawn(charts: Iterable[Chart | None]) -> tuple[Chart, ...]:
     return tuple(chart for chart in charts if chart is not None)
 
 
@@ -258,7 +259,7 @@ def key_numbers(numbers: Sequence[KeyNumbers]) -> list[Number]:
     ]
 
 
-def shown_versions(report: RunReport) -> list[Any]:
+def shown_versions(report: RunReport) -> list[VersionRow]:
     """The first and the newest versions where there are too many for a table."""
     rows = list(report.versions)
     if len(rows) <= VERSIONS_SHOWN:

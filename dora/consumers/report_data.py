@@ -94,7 +94,6 @@ class RunReport:
     dora_version: str
     schedule: str
     started_ms: int
-    last_ms: int
     numbers: KeyNumbers
     success: tuple[Point, ...]
     reward: tuple[Point, ...]
@@ -104,7 +103,6 @@ class RunReport:
     staleness: dict[int, int]
     lengths: Histogram
     tails: tuple[Tail, ...]
-    finish_reasons: dict[str, int]
     errors: dict[str, int]
     timeline: Timeline
     times: tuple[StepTime, ...]

@@ -93,7 +93,6 @@ class Tally:
         """Evaluation by version."""
         self.lengths: dict[int, array[int]] = {}
         """Generated tokens of training trajectories by version."""
-        self.finish_reasons: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         """Trajectories without a reward by the code of their error."""
         self.generated = TimeBins()
@@ -120,7 +119,6 @@ class Tally:
         attempts = self._orders.pop(record.trajectory_id, None)
         if attempts is not None:
             self._timeline.add(attempt_spans(attempts, record, self._end_ms))
-        self.finish_reasons[record.finish_reason] += 1
         if record.reward is None:
             code = (record.error or "").partition(":")[0]
             known = code in self.errors or len(self.errors) < _ERRORS_HELD

@@ -110,7 +110,8 @@ def browser_page(browser: str) -> Iterator[Page]:
     """An empty page of a new browser, which ends with the block."""
     from websockets.sync.client import connect
 
-    with tempfile.TemporaryDirectory(prefix="dora-browser-") as profile:
+    # its helpers write into the profile for a moment after the browser has ended
+    with tempfile.TemporaryDirectory(prefix="dora-browser-", ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
             [
                 browser,

@@ -46,7 +46,7 @@ def _value(value: Any) -> str:
         return "[" + ", ".join(_value(each) for each in value) + "]"
     if isinstance(value, str):
         return _text(value)
-    return json.dumps(value)
+    return repr(value) if isinstance(value, float) else json.dumps(value)  # inf, nan
 
 
 def _text(value: str) -> str:

@@ -35,11 +35,6 @@ class Base:
     expected: str | None
     """Checksum that the log gives these weights; None where it does not."""
 
-    def __str__(self) -> str:
-        if self.checkpoint is None:
-            return "version 0, the starting model"
-        return f"version {self.version}, checkpoint {self.checkpoint}"
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:

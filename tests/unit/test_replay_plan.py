@@ -137,6 +137,7 @@ def test_a_configuration_written_as_toml_reads_back(tmp_path: Path) -> None:
                 "deepspeed": {"zero_optimization": {"stage": 1}},
                 "optimizer": {"learning_rate": 1e-6},
             },
+            "recovery": {"tolerance": math.inf},
             "kafka": {
                 "bootstrap_servers": "b:1",
                 "lanes": 2,

@@ -35,8 +35,9 @@ def read_report(
     """The report of `run` as of now; without `audit` the log is not audited.
 
     `progress` is called now and then with a topic and the records of it that were read. TopicError
-    if there is no such run, RunError if it has not begun, DeadlineError if reading takes more than
-    `deadline` seconds, BusError if the cluster fails.
+    if there is no such run, RunError if it has not begun, BusError if the cluster fails,
+    DeadlineError if a pass over a topic, or everything until the audit's end, takes more than
+    `deadline` seconds.
     """
     until = time.monotonic() + deadline
     log = RunLog(settings, run, deadline=deadline)

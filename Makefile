@@ -42,11 +42,6 @@ endif
 	$(BIN)/dora broker fetch
 	touch $@
 
-# A browser and Prometheus for the tests that look through them.
-.venv/tools: ops/test-tools.sh | .venv/ready
-	sh ops/test-tools.sh
-	touch $@
-
 demo: setup
 	$(BIN)/dora run $(CONFIG)
 
@@ -54,9 +49,11 @@ demo: setup
 chaos: setup
 	$(BIN)/python -m tests.chaos --seed $(SEED) --faults $(FAULTS) --engine $(ENGINE)
 
-# Sessions of their own: vLLM and DeepSpeed each want the process group of their process for
+# First a browser and Prometheus, for the tests that look through them. Then
+# sessions of their own: vLLM and DeepSpeed each want the process group of their process for
 # themselves, and a chaos run wants the machine.
-test: setup .venv/tools
+test: setup
+	sh ops/test-tools.sh
 	$(BIN)/python -m pytest tests/unit tests/integration -m "not vllm"
 	$(BIN)/python -m pytest tests/integration -m vllm
 	$(BIN)/python -m pytest tests/chaos --timeout=600

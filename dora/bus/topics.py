@@ -385,6 +385,13 @@ class TopicAdmin:
                 kafka_error(exception), self._settings, doing, self._failures
             ) from exception
 
+    def partitions_of(self, run: str) -> dict[str, int]:
+        """Partitions of each topic of the run; TopicError, with similar names, without a ledger."""
+        partitions = {info.name: info.partitions for info in self.describe(run)}
+        if RunTopics(run).steps not in partitions:
+            raise self.unknown_run(run)
+        return partitions
+
     def unknown_run(self, run: str) -> TopicError:
         """The error to raise when a run has no topics: it names similar runs, if there are any."""
         runs = self.list_runs()

@@ -167,7 +167,7 @@ def timeout_option(seconds: float) -> Callable[[Command], Command]:
         default=seconds,
         show_default=True,
         metavar="SECONDS",
-        help="Give up when reading the log takes longer.",
+        help="Give up when reading one topic of the log takes longer.",
     )
 
 

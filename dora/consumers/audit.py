@@ -62,9 +62,7 @@ class _Shell:
         self._progress = progress
         self._read = 0
         with TopicAdmin(settings) as admin:
-            self._partitions = {info.name: info.partitions for info in admin.describe(run)}
-            if self._topics.steps not in self._partitions:
-                raise admin.unknown_run(run)
+            self._partitions = admin.partitions_of(run)
         self._run = run
 
     def run(self) -> AuditReport:

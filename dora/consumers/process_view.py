@@ -5,6 +5,7 @@ Invariant: a process is alive only if it spoke within the time that its state al
 
 from dataclasses import dataclass, field
 
+from dora.core.roster import PATIENT
 from dora.schemas.records import Status
 
 
@@ -34,7 +35,7 @@ class ProcessView:
         """The process at `time_ms`. Times allowed for silence are in seconds."""
         age = max(0.0, (time_ms - status.created_ms) / 1000)
         # An engine that starts or loads weights has no time to report.
-        busy = status.state in ("starting", "loading")
+        busy = status.state in PATIENT
         return cls(
             process=status.process,
             role=status.role,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dora.consumers.planner import NO_SIGNAL
-from dora.consumers.report_incidents import RUN_COMPLETE
+from dora.core.decisions import RUN_COMPLETE
 from dora.schemas.records import Command, DeadLetter, Record, Status, Step
 
 RecentKind = Literal["takeover", "move", "taken back", "failed", "dead letter", "set aside"]

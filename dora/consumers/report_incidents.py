@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dora.consumers.schedule_log import Ordered
+from dora.core.decisions import RUN_COMPLETE
 from dora.schemas.records import Command, DeadLetter, Status, Step
 
 IncidentKind = Literal[
@@ -32,8 +33,6 @@ EVENTS_KEPT = 200
 REASONS_KEPT = 20
 """Reasons shown of each kind; the others are added up."""
 _REASONS_HELD = 2_000
-RUN_COMPLETE = "the run is complete"
-"""Why workers are told to drop attempts and to stop in the end of every run: no incident."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,17 @@ from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics, TopicAdmin
 from dora.core.ring import JOURNAL, parse_trajectory_id, partition, slot_partitions
 from dora.errors import RunError
-from dora.schemas.records import Admission, Chunk, Command, Policy, RunStarted, Step, Trajectory
+from dora.schemas.records import (
+    Admission,
+    Chunk,
+    Command,
+    DeadLetter,
+    Policy,
+    RunStarted,
+    Status,
+    Step,
+    Trajectory,
+)
 
 R = TypeVar("R")
 
@@ -51,9 +61,7 @@ class RunLog:
         self._settings = settings
         self._deadline = deadline
         with TopicAdmin(settings) as admin:
-            self._partitions = {info.name: info.partitions for info in admin.describe(run)}
-            if self.topics.steps not in self._partitions:
-                raise admin.unknown_run(run)
+            self._partitions = admin.partitions_of(run)
         self.started: RunStarted
         """The ledger's first record."""
         self.ledger: list[Step] = []
@@ -171,6 +179,25 @@ class RunLog:
             if isinstance(value, Command) and value.trajectory_id in identities:
                 yield Placed(message.partition, message.offset, value)
 
+    def control(self) -> Iterator[Command | Status | DeadLetter]:
+        """Every command to a worker, status and dead letter, in log order within a partition."""
+        topics = self.topics
+        kinds: dict[str, type[Command | Status | DeadLetter]] = {
+            topics.dispatch: Command,
+            topics.workers: Status,
+            topics.dead_letters: DeadLetter,
+        }
+        places: dict[Partition, int] = {}
+        for topic in kinds:
+            self._check_exists(topic)
+            places |= {(topic, n): 0 for n in range(self._partitions.get(topic, 0))}
+        places.pop((topics.dispatch, JOURNAL), None)
+        for message in self._messages(places):
+            if isinstance(message.value, kinds[message.topic]):
+                yield message.value
+            else:
+                self._note(message)
+
     def version_of(self, identity: str) -> int:
         """The policy version of a trajectory's group.
 
@@ -286,13 +313,19 @@ class RunLog:
         only: Collection[int] | None = None,
     ) -> Iterator[Message]:
         """Messages of a version-partitioned topic from where the oldest of `versions` begins."""
-        if topic not in self._partitions:
-            self.missing.append(f"the topic {topic} does not exist any more")
+        if not self._check_exists(topic):
             return
         starts = self._starts(topic, versions)
         if only is not None:
             starts = {place: at for place, at in starts.items() if place[1] in only}
         yield from self._messages(starts, keys)
+
+    def _check_exists(self, topic: str) -> bool:
+        """Whether there is the topic; if not, it is missing."""
+        text = f"the topic {topic} does not exist any more"
+        if topic not in self._partitions and text not in self.missing:
+            self.missing.append(text)
+        return topic in self._partitions
 
     def _starts(self, topic: str, versions: Collection[int] | None) -> dict[Partition, int]:
         every = range(self._partitions[topic])

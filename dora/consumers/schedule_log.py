@@ -144,9 +144,7 @@ def read_schedule_log(settings: ClusterSettings, run: str, deadline: float) -> S
     topics, log = RunTopics(run), ScheduleLog()
     read = {topics.steps, topics.policies, topics.dispatch, topics.trajectories, topics.workers}
     with TopicAdmin(settings) as admin:
-        partitions = {info.name: info.partitions for info in admin.describe(run)}
-        if topics.steps not in partitions:
-            raise admin.unknown_run(run)
+        partitions = admin.partitions_of(run)
     with closing(LogReader(settings, client_id=f"{run}.measures")) as reader:
         reader.assign(
             {

@@ -11,6 +11,7 @@ from typing import Literal
 from dora.consumers.process_view import ProcessView
 from dora.core.groups import Group
 from dora.core.ring import trajectory_id
+from dora.core.roster import PATIENT
 from dora.core.state import RunState
 from dora.core.window import Blocked, enough, pick_batch
 from dora.schemas.records import Chunk, Command
@@ -263,6 +264,6 @@ def _no_host(version: int, processes: Collection[ProcessView]) -> str:
     busy = [
         f"{p.process}: {p.message or p.state}"
         for p in processes
-        if p.role == "rollout" and p.alive and p.state in ("starting", "loading")
+        if p.role == "rollout" and p.alive and p.state in PATIENT
     ]
     return f"no worker hosts version {version}" + (f" ({', '.join(busy)})" if busy else "")

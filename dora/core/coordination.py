@@ -13,7 +13,7 @@ prefix, ..., finished. Times are seconds of the caller's monotonic clock.
 from collections.abc import Iterable
 from dataclasses import replace
 
-from dora.core.decisions import Decision, Rules, Yield
+from dora.core.decisions import RUN_COMPLETE, Decision, Rules, Yield
 from dora.core.dispatching import Dispatch
 from dora.core.history import History, PromptOf
 from dora.core.placement import Admit, Plan, Unplaced, due_evaluations
@@ -323,9 +323,7 @@ class Coordination:
                 group = self.state.groups.get(parse_trajectory_id(identity)[0])
                 hold = self.roster.held(identity)
                 if group is not None and group.purpose == "train" and hold is not None:
-                    yields.append(
-                        Yield(member.status, identity, hold.attempt, "the run is complete")
-                    )
+                    yields.append(Yield(member.status, identity, hold.attempt, RUN_COMPLETE))
         return yields
 
     def _end_alone(self, now: float) -> None:

@@ -12,6 +12,9 @@ from dora.core.schedules import Schedule
 from dora.core.window import Window
 from dora.schemas.records import Status
 
+RUN_COMPLETE = "the run is complete"
+"""Reason of the last yields and stops of a run: nothing went wrong."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:

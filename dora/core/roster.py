@@ -293,7 +293,7 @@ class Roster:
             if member.check_at != at:
                 continue  # looked at earlier
             member.check_at = float("inf")
-            if self._silent_from(member) < now:
+            if self.silent(member, now):
                 self._release(member)
                 member.confirmed = False
                 self._changed(member)
@@ -312,6 +312,10 @@ class Roster:
                 heappush(self._handovers, (due, trajectory_id, attempt))
         lost, self._lost = self._lost, []
         return lost
+
+    def silent(self, member: Member, now: float) -> bool:
+        """Whether the worker has been silent for longer than what it does allows."""
+        return self._silent_from(member) < now
 
     def _silent_from(self, member: Member) -> float:
         """When the worker's silence becomes too long, if it goes on."""

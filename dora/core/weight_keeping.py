@@ -9,6 +9,7 @@ awaits or loads, however old.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dora.core.roster import GONE, PATIENT
 from dora.schemas.records import Status
 
 
@@ -31,9 +32,9 @@ def weight_user(
 
     A worker that starts or loads may be silent for `load_patience` seconds, another for `patience`.
     """
-    if status.role != "rollout" or status.state in ("stopped", "failed"):
+    if status.role != "rollout" or status.state in GONE:
         return None
-    slow = status.state in ("starting", "loading") or status.loading >= 0
+    slow = status.state in PATIENT or status.loading >= 0
     wait = max(patience, load_patience) if slow else patience
     return WeightUser(status.version, status.loading, heard_at + wait)
 

@@ -241,9 +241,7 @@ class Coordinator:
         self._beat_at = now
         status = self._status(state)
         meter().heard(status)
-        meter().workers(
-            self._coordination.roster, now, self._config.rollout.heartbeat_timeout_seconds
-        )
+        meter().workers(self._coordination.roster, now)
         self._writer.send(self._topics.workers, status, key="coordinator")
         if state == "stopped":
             try:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from dora.config import Config
 from dora.core.coordination import Decision, Yield
+from dora.core.decisions import RUN_COMPLETE
 from dora.core.placement import Plan, Unplaced
 from dora.core.ring import trajectory_id
 from dora.schemas.records import (
@@ -93,7 +94,7 @@ class RecordMaker:
             *(self._ending(each, "yield") for each in decision.yields),
             *(self._ending(each, "move") for each in decision.moves),
             *(self.command(w, "pause", reason="a step is trained") for w in decision.pauses),
-            *(self.command(w, "stop", reason="the run is complete") for w in decision.stops),
+            *(self.command(w, "stop", reason=RUN_COMPLETE) for w in decision.stops),
             *self.of_plan(decision.plan, decision.addressees),
             *map(self.given_up, decision.given_up),
         ]  # fmt: skip

@@ -162,18 +162,15 @@ class ExportingMeter(Meter, Collector):
             elif isinstance(record, Command):
                 self.count("dora_coordinator_commands_total", value=record.kind)
 
-    def workers(self, roster: Roster, now: float, silent_after: float) -> None:
+    def workers(self, roster: Roster, now: float) -> None:
         """See `Meter`."""
         states = dict.fromkeys((*STATES, "silent"), 0.0)
         longest = 0.0
         for member in roster.members():
-            silence, state = now - member.heard_at, member.status.state
-            gone = state in GONE
-            allowed = (
-                self._config.rollout.load_timeout_seconds if state in PATIENT else silent_after
-            )
-            states["silent" if silence > allowed and not gone else state] += 1
-            longest = longest if gone else max(longest, silence)
+            state = member.status.state
+            states["silent" if roster.silent(member, now) else state] += 1
+            if state not in GONE:
+                longest = max(longest, now - member.heard_at)
         self._gauges["dora_coordinator_workers"] = states
         self._set("dora_coordinator_worker_silence_seconds", longest)
 

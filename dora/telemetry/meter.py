@@ -39,7 +39,7 @@ class Meter:
     def decided(self, records: Iterable[Record]) -> None:
         """The coordinator committed these."""
 
-    def workers(self, roster: Roster, now: float, silent_after: float) -> None:
+    def workers(self, roster: Roster, now: float) -> None:
         """The coordinator's workers at `now` of its clock."""
 
     def close(self) -> None:

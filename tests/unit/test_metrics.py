@@ -227,7 +227,7 @@ def test_a_worker_that_loads_is_not_silent(tmp_path: Path) -> None:
     for state in ("loading", "ready", "stopped"):
         roster.hear(status(state, state), 0.0)
     for now, silent in ((20.0, 0.0), (40.0, 1.0), (901.0, 2.0)):
-        meter.workers(roster, now, 30.0)
+        meter.workers(roster, now)
         found = exported(meter)
         assert found["dora_coordinator_workers", "silent"] == silent
         assert found["dora_coordinator_worker_silence_seconds", ""] == now

@@ -84,7 +84,8 @@ dashboard: .venv/ready
 # Pins every package without recording where it was downloaded from.
 requirements: | $(filter .uv/bin/uv,$(UV))
 	$(UV) pip compile --quiet --upgrade --python-version 3.11 --override requirements/overrides.txt \
-	  --extra cpu --extra math --extra traces --extra dev --no-header --no-emit-index-url --no-annotate \
+	  --extra cpu --extra math --extra traces --extra registry --extra lakes --extra lineage \
+	  --extra dev --no-header --no-emit-index-url --no-annotate \
 	  pyproject.toml requirements/build.in -o requirements/cpu.txt
 
 clean:

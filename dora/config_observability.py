@@ -16,8 +16,8 @@ class MetricsSection(Section):
     """Prometheus endpoints and experiment trackers."""
 
     port: Annotated[int, Field(ge=0, le=65_535)] = 0
-    """First port of the processes' Prometheus endpoints (`/metrics`, and `/health` for
-    Kubernetes); 0 is none. Where several processes share a machine each takes the next port that
+    """First port of the processes' Prometheus endpoints (`/metrics`, and `/health` and `/ready`
+    for Kubernetes); 0 is none. Where several processes share a machine each takes the next port that
     is free, says which in its log and as `metrics_port` in its status, and names it in a file for
     Prometheus (file_sd_configs) in `.prometheus` below run.directory."""
     address: str = "127.0.0.1"

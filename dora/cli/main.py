@@ -20,6 +20,8 @@ SUPERVISOR = "DORA_SUPERVISOR"
 RANK_PARENT = "DORA_RANK_PARENT"
 PERMANENT = 3
 """Exit code by which a process tells its supervisor that starting it again is of no use."""
+INCOMPLETE = 5
+"""Exit code of a trainer that was asked to end before its work was done, where that matters."""
 
 
 @dataclass(frozen=True, slots=True)

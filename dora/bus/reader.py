@@ -149,8 +149,12 @@ class LogReader:
 
         DeadlineError after `deadline` seconds, naming the partition that is farthest behind.
         """
+        yield from self.read_until(self.end_offsets(self._positions), deadline)
+
+    def read_until(self, ends: Mapping[Partition, int], deadline: float) -> Iterator[Message]:
+        """Like `read_to_end`, but each partition to an end of its own, which must not lie behind
+        the readable one."""
         until = time.monotonic() + deadline
-        ends = self.end_offsets(self._positions)
         waiting = {p: end for p, end in ends.items() if self._positions[p] < end}
         paused: list[KafkaPartition] = []
         kept: list[Any] = []

@@ -47,6 +47,14 @@ endif
 	sh ops/test-tools.sh
 	touch $@
 
+# A schema registry for the tests; everybody else brings their own.
+.venv/registry: ops/registry/pom.xml | .venv/ready
+	rm -rf $@ $@.new
+	mvn --batch-mode --quiet --strict-checksums --file=$< dependency:unpack-dependencies \
+	  -DoutputDirectory=$(CURDIR)/$@.new -DmarkersDirectory=$(CURDIR)/$@.new/markers
+	mv $@.new $@
+	touch $@
+
 demo: setup
 	$(BIN)/dora run $(CONFIG)
 
@@ -56,7 +64,7 @@ chaos: setup
 
 # Sessions of their own: vLLM and DeepSpeed each want the process group of their process for
 # themselves, and a chaos run wants the machine.
-test: setup .venv/tools
+test: setup .venv/tools .venv/registry
 	$(BIN)/python -m pytest tests/unit tests/integration -m "not vllm"
 	$(BIN)/python -m pytest tests/integration -m vllm
 	$(BIN)/python -m pytest tests/chaos --timeout=600
@@ -76,6 +84,7 @@ format: .venv/ready
 docs: .venv/ready
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python docs/generate_metrics.py
+	$(BIN)/python docs/generate_kafka_users.py
 
 # A picture of the run RUN for the documentation; its Kafka must be up.
 dashboard: .venv/ready

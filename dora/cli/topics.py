@@ -27,8 +27,11 @@ def topics() -> None:
 @topics.command()
 @config_argument
 @click.option("--dry-run", is_flag=True, help="Only print what would be created.")
+@click.option(
+    "--exist-ok", is_flag=True, help="Leave those that exist as they are, and check that they fit."
+)
 @json_option
-def create(config: Config, dry_run: bool, as_json: bool) -> None:
+def create(config: Config, dry_run: bool, exist_ok: bool, as_json: bool) -> None:
     """Create the topics of the run that CONFIG describes.
 
     Fails, creating nothing, if one of them exists.
@@ -36,7 +39,8 @@ def create(config: Config, dry_run: bool, as_json: bool) -> None:
     plan = topic_plan(config)
     if not dry_run:
         with TopicAdmin(cluster_settings(config.kafka)) as admin:
-            admin.create(plan)
+            made = admin.create(plan, exist_ok=exist_ok)
+        plan = [spec for spec in plan if spec.name in made]
     if as_json:
         described = [
             {
@@ -52,6 +56,8 @@ def create(config: Config, dry_run: bool, as_json: bool) -> None:
         )
         return
     verb = "would create" if dry_run else "created"
+    if not plan:
+        print_line("all of them exist")
     for spec in plan:
         print_line(f"{verb} {spec.name} with {_count(spec.partitions, 'partition')}")
 

@@ -51,10 +51,13 @@ def train(config: Config, fail_incomplete: bool) -> None:
             # with torch, which a trainer that only waits does without
             from dora.consumers.rank_follower import RankFollower
 
-            RankFollower(config, settings, ranks).run()
+            complete = RankFollower(config, settings, ranks).run()
         else:
             with observed(config, "trainer", "trainer", settings):
                 trainer = Trainer(config, settings, ranks)
                 trainer.run(stop)
-            if fail_incomplete and not trainer.complete:
-                context.exit(INCOMPLETE)
+            complete = trainer.complete
+            if ranks is not None:
+                ranks.complete = complete
+    if fail_incomplete and not complete:
+        context.exit(INCOMPLETE)

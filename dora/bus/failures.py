@@ -6,13 +6,15 @@ are remembered for the message of whatever deadline may pass, and are not raised
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from confluent_kafka import KafkaError, KafkaException
 
-from dora.bus.settings import ClusterSettings
-from dora.errors import BusError, ConfigError, DoraError, FencedError, TopicError
+from dora.bus.access import CLUSTER, Resource, Right, principal_of
+from dora.bus.settings import ClusterSettings, redacted
+from dora.bus.tls_probe import speaks_tls, tls_problem, uses_tls
+from dora.errors import AccessError, BusError, ConfigError, DoraError, FencedError, TopicError
 
 Client = TypeVar("Client")
 
@@ -27,6 +29,13 @@ _FORBIDDEN = {
     KafkaError.CLUSTER_AUTHORIZATION_FAILED,
     KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
 }
+_RESOURCES: dict[int, Resource] = {
+    KafkaError.TOPIC_AUTHORIZATION_FAILED: "Topic",
+    KafkaError.GROUP_AUTHORIZATION_FAILED: "Group",
+    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "TransactionalId",
+}
+_NO_IDEMPOTENCE = Right("Cluster", CLUSTER, "IdempotentWrite")
+"""What a producer needs that may Write to no topic at all (KIP-679)."""
 _UNKNOWN_TOPIC = {
     KafkaError.UNKNOWN_TOPIC_OR_PART,
     KafkaError.UNKNOWN_TOPIC_ID,
@@ -64,7 +73,10 @@ _SETTLING = {
     KafkaError.NOT_COORDINATOR,
     KafkaError.BROKER_NOT_AVAILABLE,
 }
+_NAMED = 6
 _HANDSHAKE = "SSL handshake failed"
+_CUT = ("disconnected", "connection reset", "closed by", "receive failed")
+"""What a plain client hears from a port that speaks TLS, in lower case."""
 
 
 def is_unknown_topic(error: KafkaError) -> bool:
@@ -80,8 +92,16 @@ def is_transient(error: KafkaError) -> bool:
 
 
 def is_hopeless(error: KafkaError) -> bool:
-    """Whether no amount of waiting helps: wrong credentials, certificates or rights."""
+    """Whether no amount of waiting helps: wrong credentials, certificates or rights.
+
+    Rights on groups are not among them: librdkafka asks for its reader's group on its own account.
+    """
     return error.code() in _REFUSED or error.code() == KafkaError._SSL or error.code() in _FORBIDDEN
+
+
+def is_forbidden(error: KafkaError) -> bool:
+    """Whether the cluster says that this principal may not do that."""
+    return error.code() in _FORBIDDEN or error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED
 
 
 class Failures:
@@ -123,14 +143,20 @@ def explain(
     settings: ClusterSettings,
     doing: str,
     seen: Failures | None = None,
+    *,
+    needs: Right | None = None,
 ) -> BusError:
-    """The error to raise for `error`, which happened while `doing` (a gerund with its object)."""
+    """The error to raise for `error`, which happened while `doing` (a gerund with its object).
+
+    `needs` is the right that this takes. AccessError for what no waiting helps with: certificates,
+    credentials and rights.
+    """
     if seen is not None and seen.fatal is not None and error.code() not in _FENCED:
         error = seen.fatal
     elif seen is not None and seen.hopeless is not None and error.code() in _UNREACHABLE:
         error = seen.hopeless
     address = settings.bootstrap_servers
-    code, text = error.code(), error.str()
+    code, text = error.code(), redacted(error.str(), settings.properties)
     if code in _FENCED:
         return FencedError(
             f"another process took over while {doing}",
@@ -138,23 +164,16 @@ def explain(
             "silent for longer than kafka.transaction_timeout_seconds)",
         )
     if code in _REFUSED:
-        return BusError(
-            f"Kafka at {address} refused the credentials: {text}",
+        return AccessError(
+            f"Kafka at {address} refused the credentials of {principal_of(settings.properties)}: "
+            f"{text}",
             hint="check security.protocol, sasl.mechanism, sasl.username and sasl.password",
         )
-    reason = seen.reason() if seen is not None else ""
+    reason = redacted(seen.reason(), settings.properties) if seen is not None else ""
     if code == KafkaError._SSL or (code in _UNREACHABLE and _HANDSHAKE in reason):
-        if _HANDSHAKE in reason:
-            text = reason
-        return BusError(
-            f"no TLS connection to Kafka at {address}: {text}",
-            hint="check security.protocol, ssl.ca.location and whether this is the TLS port",
-        )
-    if code in _FORBIDDEN:
-        return BusError(
-            f"Kafka at {address} does not allow {doing}: {text}",
-            hint="give this user the right, or use another one (-X sasl.username=...)",
-        )
+        return _no_tls(settings, reason if _HANDSHAKE in reason else text)
+    if is_forbidden(error):
+        return _forbidden(error, settings, doing, needs)
     if code in _UNKNOWN_TOPIC:
         return TopicError(
             f"{doing} failed: Kafka at {address} has no such topic or partition ({text})",
@@ -169,6 +188,48 @@ def explain(
     return BusError(f"{doing} failed at Kafka {address}: {text} ({error.name()})")
 
 
+def _no_tls(settings: ClusterSettings, text: str) -> AccessError:
+    why = tls_problem(settings.bootstrap_servers, settings.properties)
+    return AccessError(
+        f"no TLS connection to Kafka at {settings.bootstrap_servers}: "
+        + (f"{why} ({text})" if why else text),
+        hint="check security.protocol, ssl.ca.location and whether this is the TLS port",
+    )
+
+
+def missing_rights(settings: ClusterSettings, rights: Sequence[Right], doing: str) -> AccessError:
+    """The error that says who may not do what; `rights` holds at least one."""
+    principal = principal_of(settings.properties)
+    named = ", ".join(str(right) for right in rights[:_NAMED])
+    if len(rights) > _NAMED:
+        named += f" and {len(rights) - _NAMED} more"
+    who = f"'{principal}'" if principal.startswith("User:") else "User:NAME"
+    return AccessError(
+        f"Kafka at {settings.bootstrap_servers} does not allow {doing}: {principal} has not the "
+        f"right {named}",
+        hint="grant what a role needs with: dora topics acls RUN --apply; or this alone: "
+        f"kafka-acls.sh --add --allow-principal {who} {rights[0].options}",
+    )
+
+
+def _forbidden(
+    error: KafkaError, settings: ClusterSettings, doing: str, needs: Right | None
+) -> AccessError:
+    resource = _RESOURCES.get(error.code())
+    if resource is None:
+        needs = needs or _NO_IDEMPOTENCE
+    elif needs is not None and needs.resource != resource:
+        needs = None
+    if needs is None:
+        principal = principal_of(settings.properties)
+        text = redacted(error.str(), settings.properties)
+        return AccessError(
+            f"Kafka at {settings.bootstrap_servers} does not allow {principal} {doing}: {text}",
+            hint="what each role needs: dora topics acls RUN",
+        )
+    return missing_rights(settings, [needs], doing)
+
+
 def kafka_error(exception: KafkaException) -> KafkaError:
     """The KafkaError inside an exception."""
     error: KafkaError = exception.args[0]
@@ -181,11 +242,24 @@ def make_client(make: Callable[[dict[str, Any]], Client], properties: dict[str, 
         return make(properties)
     except KafkaException as exception:
         raise ConfigError(
-            f"a Kafka property is not accepted: {kafka_error(exception).str()}",
+            "a Kafka property is not accepted: "
+            + redacted(kafka_error(exception).str(), properties),
             hint="names and values of properties: librdkafka's CONFIGURATION.md",
         ) from exception
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"a Kafka property is not accepted: {error}") from error
+        raise ConfigError(
+            f"a Kafka property is not accepted: {redacted(str(error), properties)}"
+        ) from None
+
+
+def _wants_tls(settings: ClusterSettings) -> AccessError:
+    protocol = settings.properties.get("security.protocol", "plaintext")
+    wanted = "SASL_SSL" if protocol.lower().startswith("sasl") else "SSL or SASL_SSL"
+    return AccessError(
+        f"Kafka at {settings.bootstrap_servers} speaks TLS, and this client does not "
+        f"(security.protocol={protocol})",
+        hint=f"set security.protocol to {wanted}, or use the cluster's other port",
+    )
 
 
 def await_answer(
@@ -197,9 +271,11 @@ def await_answer(
 ) -> None:
     """Call `probe(timeout)` until the cluster answers; BusError after `connect_timeout` seconds.
 
-    Wrong credentials or certificates end it at once. `serve` runs the client's callbacks.
+    Wrong credentials or certificates end it at once, and so does a port that speaks TLS to a client
+    that does not. `serve` runs the client's callbacks.
     """
     deadline = time.monotonic() + settings.connect_timeout
+    probed = uses_tls(settings.properties)
     error: DoraError
     while True:
         remaining = deadline - time.monotonic()
@@ -213,6 +289,10 @@ def await_answer(
             if failures.hopeless is not None or not is_transient(cause):
                 error = explain(cause, settings, doing, failures)
                 raise error from exception
+            if not probed and any(word in failures.reason().lower() for word in _CUT):
+                probed = True
+                if speaks_tls(settings.bootstrap_servers):
+                    raise _wants_tls(settings) from exception
             if time.monotonic() >= deadline:
                 error = explain(
                     cause, settings, f"{doing} for {settings.connect_timeout:g} s", failures

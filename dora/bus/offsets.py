@@ -11,7 +11,14 @@ from contextlib import suppress
 from confluent_kafka import Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
-from dora.bus.failures import Failures, explain, is_transient, is_unknown_topic, kafka_error
+from dora.bus.access import Operation, Right
+from dora.bus.failures import (
+    Failures,
+    explain,
+    is_transient,
+    is_unknown_topic,
+    kafka_error,
+)
 from dora.bus.settings import ClusterSettings
 from dora.errors import TopicError
 
@@ -27,12 +34,14 @@ def ask_offsets(
     failures: Failures,
     partitions: Sequence[Partition],
     symbol: int,
+    operation: Operation = "Describe",
 ) -> dict[Partition, int]:
     """Offsets of `partitions`, of which there is at least one, asked for in one go.
 
     A `symbol` of -1 or -2 asks for the end or the beginning (ListOffsets, KIP-79), under the
-    consumer's isolation level. TopicError if a topic does not exist; BusError if the cluster
-    refuses or does not answer within `request_timeout`.
+    consumer's isolation level. `operation` is what the caller is about to do, for the message when
+    it may not. TopicError if a topic does not exist; BusError if the cluster refuses or does not
+    answer within `request_timeout`.
     """
     asked = [KafkaPartition(topic, number, symbol) for topic, number in partitions]
     deadline = time.monotonic() + settings.request_timeout
@@ -42,15 +51,16 @@ def ask_offsets(
             found = consumer.offsets_for_times(
                 asked, timeout=max(0.1, min(10.0, deadline - time.monotonic()))
             )
-            error = next((place.error for place in found if place.error is not None), None)
+            failed = next((place for place in found if place.error is not None), None)
+            error, topic = (None, "") if failed is None else (failed.error, failed.topic)
         except KafkaException as exception:
-            error = kafka_error(exception)
+            error, topic = kafka_error(exception), asked[0].topic
         if error is None:
             return {(place.topic, place.partition): place.offset for place in found}
         if is_unknown_topic(error):
             _raise_if_missing(consumer, settings, asked, error)
         elif not is_transient(error):
-            raise explain(error, settings, doing, failures)
+            raise explain(error, settings, doing, failures, needs=Right("Topic", topic, operation))
         if time.monotonic() >= deadline:
             raise explain(error, settings, doing, failures)
         _learn_leaders(consumer, {place.topic for place in asked})

@@ -18,6 +18,7 @@ from typing import Any, Self
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
+from dora.bus.access import Operation, Right
 from dora.bus.failures import (
     Failures,
     await_answer,
@@ -31,6 +32,7 @@ from dora.bus.offsets import Partition, ask_offsets
 from dora.bus.settings import ClusterSettings, Isolation, consumer_properties
 from dora.errors import BusError, DeadlineError
 from dora.schemas.codec import UndecodableCode, UndecodableRecord, decode
+from dora.schemas.framing import SchemaAwaited
 from dora.schemas.records import Record
 
 BEGINNING = -2
@@ -67,8 +69,9 @@ class Message:
 class LogReader:
     """Reads assigned partitions from given offsets; see the module's invariant.
 
-    A broker that is away for a while is ridden out: `poll` returns nothing meanwhile. BusError when
-    it stays away for `request_timeout`, when an assigned offset was deleted, or when the cluster
+    A broker or schema registry that is away for a while is ridden out: `poll` returns nothing
+    meanwhile, a record whose schema is not known yet waits with those behind it. BusError when it
+    stays away for `request_timeout`, when an assigned offset was deleted, or when the cluster
     refuses; TopicError when the topic does not exist. Not for use from several threads. Messages
     whose key `wanted` denies are passed over without being decoded; positions move past them.
     """
@@ -90,6 +93,7 @@ class LogReader:
         self._fetched: deque[Any] = deque()
         self._missing_since: dict[Partition, float] = {}
         self._answered = False
+        self._framing = None if settings.registry is None else settings.registry.framing
 
     def assign(self, positions: Mapping[Partition, int]) -> None:
         """Read these partitions from these offsets; ones already assigned move there.
@@ -100,10 +104,9 @@ class LogReader:
         """
         self._await_first_answer()
         concrete = dict(positions)
-        for symbol, find in ((BEGINNING, self.start_offsets), (END, self.end_offsets)):
+        for symbol, place in ((BEGINNING, OFFSET_BEGINNING), (END, OFFSET_END)):
             symbolic = [partition for partition, at in positions.items() if at == symbol]
-            if symbolic:
-                concrete.update(find(symbolic))
+            concrete.update(self._query(symbolic, place, "Read"))
         wrong = [(partition, at) for partition, at in concrete.items() if at < 0]
         if wrong:
             raise ValueError(f"no offset: {wrong[0][1]} for {wrong[0][0]}")
@@ -126,15 +129,25 @@ class LogReader:
         while True:
             if not self._fetched:
                 self._fetch(max_messages, max(0.0, deadline - time.monotonic()))
-            while self._fetched and len(messages) < max_messages:
-                message = self._take(self._fetched.popleft())
+            awaited = False
+            while self._fetched and len(messages) < max_messages and not awaited:
+                raw = self._fetched.popleft()
+                try:
+                    message = self._take(raw)
+                except SchemaAwaited:
+                    self._fetched.appendleft(raw)
+                    awaited = True
+                    continue
                 if message is not None:
                     messages.append(message)
             if messages:
                 return messages
             self._check_answering()
-            if time.monotonic() >= deadline:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 return messages
+            if awaited:
+                time.sleep(min(_IDLE_SECONDS, remaining))
 
     def read_to_end(self, deadline: float) -> Iterator[Message]:
         """Everything that lies between the positions and the ends as of this call.
@@ -170,13 +183,20 @@ class LogReader:
                         if waiting.pop(partition, None) is not None:
                             self._pause(partition, paused)
                         continue
-                    message = self._take(self._fetched.popleft())
+                    self._fetched.popleft()
+                    try:
+                        message = self._take(raw)
+                    except SchemaAwaited:
+                        self._fetched.appendleft(raw)
+                        time.sleep(_IDLE_SECONDS)
+                        break
                     if self._positions.get(partition, -1) >= waiting.get(partition, inf):
                         del waiting[partition]
                         self._pause(partition, paused)
                     if message is not None:
                         yield message
-                self._catch_up_positions(waiting)
+                if not self._fetched:
+                    self._catch_up_positions(waiting)
                 for partition in [p for p, end in waiting.items() if self._positions[p] >= end]:
                     del waiting[partition]
                     self._pause(partition, paused)
@@ -234,23 +254,27 @@ class LogReader:
             raise explain(error, self._settings, "reading", self._failures) from exception
 
     def _take(self, raw: Any) -> Message | None:
-        """The message, its position noted; None for an event or a key that is not wanted."""
+        """The message, its position noted; None for an event or a key that is not wanted.
+
+        SchemaAwaited, and nothing noted, while the registry has not said what its id means.
+        """
         error = raw.error()
         topic, partition, offset = raw.topic(), raw.partition(), raw.offset()
         if error is not None:
             self._handle(error, (topic, partition), offset)
             return None
         self._failures.down_since = None
-        self._positions[topic, partition] = offset + 1
         key = None if raw.key() is None else raw.key().decode("utf-8", "replace")
         if self._wanted is not None and not self._wanted(key):
+            self._positions[topic, partition] = offset + 1
             return None
         data = raw.value() or b""
         value: Record | Unreadable
         try:
-            value = decode(data)
+            value = decode(data, self._framing)
         except UndecodableRecord as reason:
             value = Unreadable(reason.code, reason.reason, data)
+        self._positions[topic, partition] = offset + 1
         return Message(
             topic=topic,
             partition=partition,
@@ -280,11 +304,14 @@ class LogReader:
         if is_unknown_topic(error):
             self._check_topic(partition, error)
             return
-        # Group rights are asked for by librdkafka although no group is used here.
-        if is_transient(error) or error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
+        if error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
+            return  # librdkafka asks for a group although none is used here
+        if is_transient(error):
             self._failures(error)
             return
-        raise explain(error, self._settings, f"reading {where} at {offset}", self._failures)
+        needs = Right("Topic", partition[0], "Read")
+        doing = f"reading {where} at {offset}"
+        raise explain(error, self._settings, doing, self._failures, needs=needs)
 
     def _check_topic(self, partition: Partition, error: KafkaError) -> None:
         """A broker that has just started may not know a topic yet: ask again for a while."""
@@ -339,12 +366,14 @@ class LogReader:
             hint="the broker is slow or away; try again, or allow more time",
         )
 
-    def _query(self, partitions: Iterable[Partition], symbol: int) -> dict[Partition, int]:
+    def _query(
+        self, partitions: Iterable[Partition], symbol: int, operation: Operation = "Describe"
+    ) -> dict[Partition, int]:
         asked = list(partitions)
         if not asked:
             return {}
         self._await_first_answer()
-        return ask_offsets(self._consumer, self._settings, self._failures, asked, symbol)
+        return ask_offsets(self._consumer, self._settings, self._failures, asked, symbol, operation)
 
     def _await_first_answer(self) -> None:
         if not self._answered:

@@ -28,12 +28,13 @@ from typing import Any, Self
 from confluent_kafka import Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
+from dora.bus.access import Right
 from dora.bus.failures import explain, kafka_error, make_client
 from dora.bus.offsets import Partition
 from dora.bus.reader import LogReader
 from dora.bus.settings import ClusterSettings, client_properties, transactional_properties
 from dora.bus.writer import Deliveries
-from dora.errors import BusError
+from dora.errors import AccessError, BusError
 from dora.schemas.records import DeadLetter, Record
 
 log = logging.getLogger(__name__)
@@ -121,6 +122,7 @@ class TransactionalWriter:
         )
         self._producer = self._deliveries.producer
         self._deliveries.connect()
+        self._own = Right("TransactionalId", transactional_id, "Write")
         self._retry(self._producer.init_transactions, f"taking over {transactional_id}")
         self._end_unfinished()
 
@@ -235,7 +237,7 @@ class TransactionalWriter:
         except BusError as error:
             if self._deliveries.failures.fatal is not None:
                 self._broken = error
-            elif error is self._deliveries.failed:
+            elif error is self._deliveries.failed and not isinstance(error, AccessError):
                 raise TransactionAbortedError(
                     f"nothing was written: {error.message}", hint=error.hint
                 ) from error
@@ -254,6 +256,7 @@ class TransactionalWriter:
                 doing,
             ),
             doing,
+            Right("Group", group, "Read"),
         )
 
     def _within(self, call: Callable[[], object], seconds: float, doing: str) -> None:
@@ -287,7 +290,12 @@ class TransactionalWriter:
     def _group_metadata(self, group: str) -> Any:
         # Only a consumer can make a group's metadata; it need not join the group, nor connect.
         consumer = make_client(
-            Consumer, {**client_properties(self._settings, self._client_id), "group.id": group}
+            Consumer,
+            {
+                **client_properties(self._settings, self._client_id),
+                **self._settings.properties,
+                "group.id": group,
+            },
         )
         try:
             return consumer.consumer_group_metadata()
@@ -322,7 +330,9 @@ class TransactionalWriter:
         # Served now, so that failures of the aborted records do not surface in the next block.
         self._deliveries.serve()
 
-    def _retry(self, call: Callable[[float], object], doing: str) -> None:
+    def _retry(
+        self, call: Callable[[float], object], doing: str, needs: Right | None = None
+    ) -> None:
         """Call until it works; raises and marks the writer unusable when it cannot.
 
         An error that demands an abort is raised as TransactionAbortedError: the block that it
@@ -337,24 +347,30 @@ class TransactionalWriter:
                 error = kafka_error(exception)
                 self._deliveries.serve()
                 if error.txn_requires_abort():
-                    raise self._aborted(error, doing) from exception
+                    raise self._aborted(error, doing, needs) from exception
                 if (
                     error.fatal()
                     or not _may_be_repeated(error)
                     or time.monotonic() >= deadline
                     or self._deliveries.failures.hopeless is not None
                 ):
-                    raise self._fail(error, doing) from exception
+                    raise self._fail(error, doing, needs) from exception
 
-    def _aborted(self, error: KafkaError, doing: str) -> TransactionAbortedError:
+    def _aborted(self, error: KafkaError, doing: str, needs: Right | None = None) -> BusError:
+        """What the caller gets: nothing was written, and it may try again unless it has no right
+        to."""
         cause = self._deliveries.failed or explain(
-            error, self._settings, doing, self._deliveries.failures
+            error, self._settings, doing, self._deliveries.failures, needs=needs or self._own
         )
+        if isinstance(cause, AccessError):
+            return cause
         return TransactionAbortedError(f"nothing was written: {cause.message}", hint=cause.hint)
 
-    def _fail(self, error: KafkaError, doing: str) -> BusError:
+    def _fail(self, error: KafkaError, doing: str, needs: Right | None = None) -> BusError:
         self._deliveries.serve()
-        self._broken = explain(error, self._settings, doing, self._deliveries.failures)
+        self._broken = explain(
+            error, self._settings, doing, self._deliveries.failures, needs=needs or self._own
+        )
         return self._broken
 
 

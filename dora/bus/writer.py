@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
+from dora.bus.access import Right
 from dora.bus.failures import Failures, await_answer, explain, kafka_error, make_client
 from dora.bus.settings import ClusterSettings, largest_record, producer_properties
 from dora.errors import BusError, DeadlineError
@@ -71,6 +72,8 @@ class Deliveries:
         self.failed: BusError | None = None
         self._failed_size = 0
         self._headers = HeaderMaker(client_id)
+        # Before the first record every schema has its id; a registry that refuses ends it here.
+        self._framing = None if settings.registry is None else settings.registry.prepare()
         self.producer: Producer = make_client(
             Producer, {**properties, "error_cb": self.failures, "on_delivery": self._on_delivery}
         )
@@ -112,7 +115,7 @@ class Deliveries:
         trace: str | None,
     ) -> None:
         """Queue a record; waits while the queue is full, BusError after `request_timeout`."""
-        value = encode(record)
+        value = encode(record, self._framing)
         where: dict[str, Any] = {} if partition is None else {"partition": partition}
         headers = self._headers.headers(record, trace)
         deadline: float | None = None
@@ -166,7 +169,9 @@ class Deliveries:
                 hint="raise kafka.max_message_bytes, and max.message.bytes of the topic if it "
                 "exists already (and the cluster's limit, if it is lower)",
             )
-        return explain(error, self.settings, f"writing {name} ({size} bytes)", self.failures)
+        doing = f"writing {name} ({size} bytes)"
+        needs = Right("Topic", topic, "Write")
+        return explain(error, self.settings, doing, self.failures, needs=needs)
 
 
 class LogWriter:

@@ -91,7 +91,8 @@ class Source:
     """What a version in a target came from; the target keeps it as JSON, beside the rows.
 
     `ranges` are the offsets `[first, end)` of the version in each partition of `topic`, `groups` is
-    how many groups had started under it. `run_id` tells runs of the same name apart.
+    how many groups had started under it and `outstanding` how many of them were neither trained nor
+    set aside (of a run that was said to be over). `run_id` tells runs of the same name apart.
     """
 
     run: str
@@ -102,6 +103,7 @@ class Source:
     ranges: Mapping[int, tuple[int, int]]
     groups: int
     dora_version: str
+    outstanding: int = 0
 
     def to_json(self) -> str:
         """One line; `from_json` reads it back."""

@@ -66,6 +66,8 @@ class DirectoryTarget(ABC):
 
     file_name: str
     """Of a version's file."""
+    sidecar: str | None = None
+    """Of the file beside it that holds its `Source`, where the format has no room for it."""
 
     def __init__(self, directory: Path, run: RunStarted, say: Say) -> None:
         self.directory = directory
@@ -112,6 +114,11 @@ class DirectoryTarget(ABC):
             home.mkdir(exist_ok=True)
             draft.replace(home / self.file_name)
             flush(home)
+            if self.sidecar is not None:
+                draft.write_text(source.to_json() + "\n", encoding="utf-8")
+                flush(draft)
+                draft.replace(home / self.sidecar)
+                flush(home)
             flush(self.directory)
         except OSError as error:
             there = f"The versions that were exported before are whole ({len(self._versions)} of "
@@ -162,12 +169,14 @@ class DirectoryTarget(ABC):
             version = version_of(entry)
             if version is None:
                 continue
-            for file in sorted(entry.iterdir()):
-                if file.name != self.file_name:
-                    raise self._foreign(file)
+            names = {file.name for file in entry.iterdir()}
+            for name in sorted(names - {self.file_name, self.sidecar}):
+                raise self._foreign(entry / name)
+            if names >= {self.file_name} | ({self.sidecar} if self.sidecar else set()):
+                file = entry / self.file_name
                 try:
                     source = self.source_of(file)
-                except ValueError as error:
+                except (ValueError, OSError) as error:
                     raise self._foreign(file, str(error)) from error
                 self._check_source(file, source, version)
                 found[version] = source

@@ -5,12 +5,14 @@ from hypothesis import settings as hypothesis_settings
 from tests.brokers import kafka, run_name, settings
 from tests.engines import make_model, tiny_model_dir, vllm_engine
 from tests.played_trainer import cluster, config
+from tests.schema_registry import registry
 
 __all__ = [
     "cluster",
     "config",
     "kafka",
     "make_model",
+    "registry",
     "run_name",
     "settings",
     "tiny_model_dir",

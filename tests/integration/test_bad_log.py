@@ -48,7 +48,7 @@ GOOD = trajectory("r", 0, 0, 0, 1.0)
 TOKENS = len(GOOD.token_ids) // 4
 
 BAD: list[tuple[bytes | None, str, str]] = [
-    (b"\x00\x01" + encode(GOOD)[2:], "bad_magic", "starts with 0001, not with c301"),
+    (b"\x01\x01" + encode(GOOD)[2:], "bad_magic", "starts with 0101, not with c301"),
     (b'{"reward": 1}', "bad_magic", "starts with 7b22, not with c301"),
     (None, "bad_magic", "starts with nothing"),
     (encode(GOOD)[:-20], "truncated", "the bytes end within a trajectory"),
@@ -145,7 +145,7 @@ def test_unreadable_trajectories_become_dead_letters_and_the_run_goes_on(
     audit = small.look("audit", "--no-chunks")
     assert audit.exit_code == 0, audit.output
     said = " ".join(audit.stdout.split())
-    assert "no violation" in said and "cannot be read: bad_magic: starts with 0001" in said
+    assert "no violation" in said and "cannot be read: bad_magic: starts with 0101" in said
 
 
 def test_a_journal_that_cannot_be_read_stops_whoever_needs_it(

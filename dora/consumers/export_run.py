@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from dora import faults
 from dora.bus.settings import ClusterSettings
 from dora.consumers.export_reading import ExportLog, NotWhole, StillOpen, Versions
 from dora.consumers.export_rows import batches
@@ -44,8 +45,8 @@ class Summary:
     """What an export did.
 
     `exported` are the versions that were added, `updated` those of them that replace an older
-    state, `there` is how many were in the target before and still are right, `open` and `missing` say by
-    version why it is not exported: because it may still change, or because records of it are gone.
+    state, `there` is how many were in the target before and still are right. `open` and `missing`
+    say by version why it is not exported: it may still change, or records of it are gone.
     `rows` and `bytes` are those added; `foreign` counts the records that do not belong where they
     lie, `dead_letters` those of them that were written to the dead letters now.
     """
@@ -154,6 +155,7 @@ class _Export:
                 counted += batch.num_rows
                 self._say(f"version {version}: {counted:,} rows")
                 yield batch
+                faults.point("export.batch_read")
 
         try:
             size = self._target.write(versions.source(version), counting())
@@ -162,6 +164,7 @@ class _Export:
         except StillOpen as error:
             summary.open[version] = error.message
         else:
+            faults.point("export.version_exported")
             summary.exported.append(version)
             if there is not None:
                 summary.updated.append(version)

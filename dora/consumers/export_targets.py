@@ -18,6 +18,7 @@ import filelock
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dora import faults
 from dora.consumers.export_rows import SCHEMA, SOURCE_KEY, Source
 from dora.errors import ExportError, InUseError, UsageError
 from dora.schemas.records import RunStarted
@@ -111,9 +112,11 @@ class DirectoryTarget(ABC):
             self.fill(draft, source, batches)
             size = draft.stat().st_size
             flush(draft)
+            faults.point("export.version_written")
             home.mkdir(exist_ok=True)
             draft.replace(home / self.file_name)
             flush(home)
+            faults.point("export.version_placed")
             if self.sidecar is not None:
                 draft.write_text(source.to_json() + "\n", encoding="utf-8")
                 flush(draft)

@@ -215,18 +215,19 @@ def grants(run: str, principals: Mapping[str, str]) -> list[Grant]:
     ]
 
 
-def rights_table(run: str) -> list[tuple[str, str, str, str, str]]:
-    """Role, operation, resource, names and reason, a row each; for people."""
+def rights_rows(role: str) -> list[tuple[str, str, str, str]]:
+    """What a role needs, for people: operation, resource, names and reason, a row each.
+
+    `RUN.` is left out of names; `*` stands for all topics of a run.
+    """
     return [
         (
-            role.name,
             need.operation,
             need.resource,
-            ", ".join(f"{run}.{name}" for name in need.names),
+            "*" if need.names == _ALL else ", ".join(need.names),
             need.why,
         )
-        for role in ROLES.values()
-        for need in role.needs
+        for need in ROLES[role].needs
     ]
 
 

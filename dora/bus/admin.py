@@ -3,6 +3,7 @@
 Invariant: every answer has a deadline, and a refusal names who was refused what.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -89,7 +90,9 @@ class Admin:
                 hint="look at the broker's log",
             ) from None
 
-    def _result(self, future: "Future[Result]", doing: str, needs: Right | None = None) -> Result:
+    def _result(
+        self, future: "Future[Result]", doing: str, needs: Right | Sequence[Right] = ()
+    ) -> Result:
         try:
             return self._answer(future, doing)
         except KafkaException as exception:

@@ -5,6 +5,7 @@ what to do about it. Errors that librdkafka gets over by itself (a broker that i
 are remembered for the message of whatever deadline may pass, and are not raised.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -73,10 +74,15 @@ _SETTLING = {
     KafkaError.NOT_COORDINATOR,
     KafkaError.BROKER_NOT_AVAILABLE,
 }
-_NAMED = 6
+_FILES = (
+    "ssl.ca.location",
+    "ssl.certificate.location",
+    "ssl.crl.location",
+    "ssl.key.location",
+    "ssl.keystore.location",
+    "sasl.kerberos.keytab",
+)
 _HANDSHAKE = "SSL handshake failed"
-_CUT = ("disconnected", "connection reset", "closed by", "receive failed")
-"""What a plain client hears from a port that speaks TLS, in lower case."""
 
 
 def is_unknown_topic(error: KafkaError) -> bool:
@@ -144,12 +150,12 @@ def explain(
     doing: str,
     seen: Failures | None = None,
     *,
-    needs: Right | None = None,
+    needs: Right | Sequence[Right] = (),
 ) -> BusError:
     """The error to raise for `error`, which happened while `doing` (a gerund with its object).
 
-    `needs` is the right that this takes. AccessError for what no waiting helps with: certificates,
-    credentials and rights.
+    `needs` are the rights that this takes. AccessError for what no waiting helps with:
+    certificates, credentials and rights.
     """
     if seen is not None and seen.fatal is not None and error.code() not in _FENCED:
         error = seen.fatal
@@ -171,15 +177,19 @@ def explain(
         )
     reason = redacted(seen.reason(), settings.properties) if seen is not None else ""
     if code == KafkaError._SSL or (code in _UNREACHABLE and _HANDSHAKE in reason):
-        return _no_tls(settings, reason if _HANDSHAKE in reason else text)
+        why = tls_problem(address, settings.properties)
+        return _no_tls(settings, why or (reason if _HANDSHAKE in reason else text))
     if is_forbidden(error):
-        return _forbidden(error, settings, doing, needs)
+        return _forbidden(error, settings, doing, (needs,) if isinstance(needs, Right) else needs)
     if code in _UNKNOWN_TOPIC:
         return TopicError(
             f"{doing} failed: Kafka at {address} has no such topic or partition ({text})",
             hint="check the run's name with: dora topics describe RUN",
         )
     if code in _UNREACHABLE:
+        told = seen is not None and seen.last_connection is not None
+        if not told and settings.properties.get("security.protocol", "").lower() == "ssl":
+            reason = "TLS works, and then the cluster hangs up: does it want SASL_SSL?"
         detail = f" ({reason})" if reason and reason != text else ""
         return BusError(
             f"Kafka at {address} did not answer while {doing}: {text}{detail}",
@@ -188,46 +198,52 @@ def explain(
     return BusError(f"{doing} failed at Kafka {address}: {text} ({error.name()})")
 
 
-def _no_tls(settings: ClusterSettings, text: str) -> AccessError:
-    why = tls_problem(settings.bootstrap_servers, settings.properties)
+def _no_tls(settings: ClusterSettings, why: str) -> AccessError:
     return AccessError(
-        f"no TLS connection to Kafka at {settings.bootstrap_servers}: "
-        + (f"{why} ({text})" if why else text),
+        f"no TLS connection to Kafka at {settings.bootstrap_servers}: {why}",
         hint="check security.protocol, ssl.ca.location and whether this is the TLS port",
     )
 
 
-def missing_rights(settings: ClusterSettings, rights: Sequence[Right], doing: str) -> AccessError:
-    """The error that says who may not do what; `rights` holds at least one."""
+def missing_rights(
+    settings: ClusterSettings, rights: Sequence[Right], doing: str, *, certain: bool = True
+) -> AccessError:
+    """The error that says who may not do what; `rights` holds at least one, of which all are
+    missing if that is `certain`, else one or more."""
     principal = principal_of(settings.properties)
-    named = ", ".join(str(right) for right in rights[:_NAMED])
-    if len(rights) > _NAMED:
-        named += f" and {len(rights) - _NAMED} more"
+    kinds: dict[str, list[str]] = {}
+    for right in rights:
+        kinds.setdefault(f"{right.operation} on {right.resource}", []).append(right.name)
+    lacked = "; ".join(f"{kind} {', '.join(names)}" for kind, names in kinds.items())
     who = f"'{principal}'" if principal.startswith("User:") else "User:NAME"
+    alone = f"kafka-acls.sh --add --allow-principal {who} {rights[0].options}"
     return AccessError(
-        f"Kafka at {settings.bootstrap_servers} does not allow {doing}: {principal} has not the "
-        f"right {named}",
-        hint="grant what a role needs with: dora topics acls RUN --apply; or this alone: "
-        f"kafka-acls.sh --add --allow-principal {who} {rights[0].options}",
+        f"Kafka at {settings.bootstrap_servers} does not allow {doing}: {principal} lacks "
+        + ("" if certain or len(rights) == 1 else "one of these: ")
+        + lacked,
+        hint="what each role needs, and how to grant it: dora topics acls RUN"
+        + (f"; this right alone: {alone}" if len(rights) == 1 else ""),
     )
 
 
 def _forbidden(
-    error: KafkaError, settings: ClusterSettings, doing: str, needs: Right | None
+    error: KafkaError, settings: ClusterSettings, doing: str, needs: Sequence[Right]
 ) -> AccessError:
-    resource = _RESOURCES.get(error.code())
+    resource, text = _RESOURCES.get(error.code()), redacted(error.str(), settings.properties)
     if resource is None:
-        needs = needs or _NO_IDEMPOTENCE
-    elif needs is not None and needs.resource != resource:
-        needs = None
-    if needs is None:
-        principal = principal_of(settings.properties)
-        text = redacted(error.str(), settings.properties)
-        return AccessError(
-            f"Kafka at {settings.bootstrap_servers} does not allow {principal} {doing}: {text}",
-            hint="what each role needs: dora topics acls RUN",
-        )
-    return missing_rights(settings, [needs], doing)
+        possible = list(needs) or [_NO_IDEMPOTENCE]
+    else:
+        possible = [right for right in needs if right.resource == resource]
+    if possible:
+        named = [
+            right for right in possible if f"{right.name}[" in text or f"{right.name}(" in text
+        ]
+        return missing_rights(settings, named or possible, doing, certain=bool(named))
+    principal = principal_of(settings.properties)
+    return AccessError(
+        f"Kafka at {settings.bootstrap_servers} does not allow {principal} {doing}: {text}",
+        hint="what each role needs, and how to grant it: dora topics acls RUN",
+    )
 
 
 def kafka_error(exception: KafkaException) -> KafkaError:
@@ -237,27 +253,39 @@ def kafka_error(exception: KafkaException) -> KafkaError:
 
 
 def make_client(make: Callable[[dict[str, Any]], Client], properties: dict[str, Any]) -> Client:
-    """A client; ConfigError naming the property that librdkafka does not know or accept."""
+    """A client; ConfigError naming the property that librdkafka does not know or accept, or whose
+    file is missing."""
+    for name, value in properties.items():
+        if name in _FILES and value != "probe" and not os.access(value, os.R_OK):
+            raise ConfigError(
+                f"a Kafka property is not accepted: {name} names {value}, which cannot be read",
+                hint="relative paths start where the command runs",
+            )
     try:
         return make(properties)
     except KafkaException as exception:
+        text = redacted(kafka_error(exception).str(), properties)
         raise ConfigError(
-            "a Kafka property is not accepted: "
-            + redacted(kafka_error(exception).str(), properties),
+            f"a Kafka property is not accepted: {text}",
             hint="names and values of properties: librdkafka's CONFIGURATION.md",
-        ) from exception
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"a Kafka property is not accepted: {redacted(str(error), properties)}"
         ) from None
+    except (TypeError, ValueError) as error:
+        text = redacted(str(error), properties)
+        raise ConfigError(f"a Kafka property is not accepted: {text}") from None
 
 
-def _wants_tls(settings: ClusterSettings) -> AccessError:
-    protocol = settings.properties.get("security.protocol", "plaintext")
+def _refused_connection(settings: ClusterSettings) -> AccessError | None:
+    """What librdkafka retries although it never works: TLS on one side only, or certificates."""
+    servers, properties = settings.bootstrap_servers, settings.properties
+    if uses_tls(properties):
+        why = tls_problem(servers, properties)
+        return None if why is None else _no_tls(settings, why)
+    if not speaks_tls(servers):
+        return None
+    protocol = properties.get("security.protocol", "plaintext")
     wanted = "SASL_SSL" if protocol.lower().startswith("sasl") else "SSL or SASL_SSL"
     return AccessError(
-        f"Kafka at {settings.bootstrap_servers} speaks TLS, and this client does not "
-        f"(security.protocol={protocol})",
+        f"Kafka at {servers} speaks TLS, and this client does not (security.protocol={protocol})",
         hint=f"set security.protocol to {wanted}, or use the cluster's other port",
     )
 
@@ -275,7 +303,7 @@ def await_answer(
     that does not. `serve` runs the client's callbacks.
     """
     deadline = time.monotonic() + settings.connect_timeout
-    probed = uses_tls(settings.properties)
+    probed = False
     error: DoraError
     while True:
         remaining = deadline - time.monotonic()
@@ -289,10 +317,10 @@ def await_answer(
             if failures.hopeless is not None or not is_transient(cause):
                 error = explain(cause, settings, doing, failures)
                 raise error from exception
-            if not probed and any(word in failures.reason().lower() for word in _CUT):
+            if not probed:
                 probed = True
-                if speaks_tls(settings.bootstrap_servers):
-                    raise _wants_tls(settings) from exception
+                if (refusal := _refused_connection(settings)) is not None:
+                    raise refusal from exception
             if time.monotonic() >= deadline:
                 error = explain(
                     cause, settings, f"{doing} for {settings.connect_timeout:g} s", failures

@@ -15,9 +15,11 @@ from dora.bus.access import Operation, Right
 from dora.bus.failures import (
     Failures,
     explain,
+    is_forbidden,
     is_transient,
     is_unknown_topic,
     kafka_error,
+    missing_rights,
 )
 from dora.bus.settings import ClusterSettings
 from dora.errors import TopicError
@@ -58,7 +60,7 @@ def ask_offsets(
         if error is None:
             return {(place.topic, place.partition): place.offset for place in found}
         if is_unknown_topic(error):
-            _raise_if_missing(consumer, settings, asked, error)
+            _raise_if_missing(consumer, settings, asked, error, operation)
         elif not is_transient(error):
             raise explain(error, settings, doing, failures, needs=Right("Topic", topic, operation))
         if time.monotonic() >= deadline:
@@ -76,16 +78,31 @@ def _learn_leaders(consumer: Consumer, topics: set[str]) -> None:
 
 
 def _raise_if_missing(
-    consumer: Consumer, settings: ClusterSettings, asked: list[KafkaPartition], error: KafkaError
+    consumer: Consumer,
+    settings: ClusterSettings,
+    asked: list[KafkaPartition],
+    error: KafkaError,
+    operation: Operation,
 ) -> None:
-    """TopicError if the cluster lacks what was asked for. Otherwise it is only being found again: a
-    broker that slept has no leader for its partitions until it is let back in."""
+    """TopicError if the cluster lacks what was asked for, AccessError if it keeps it from this
+    user. Otherwise it is only being found again: a broker that slept has no leader for its
+    partitions until it is let back in."""
     try:
         known = consumer.list_topics(timeout=10.0).topics
+        topics = {place.topic for place in asked}
+        missing = sorted(topics - set(known))
+        # only where it is asked for by name is a topic said to be kept from this user
+        named = {topic: consumer.list_topics(topic, timeout=10.0) for topic in missing}
     except KafkaException:
         return
-    topics = {place.topic for place in asked}
-    missing = sorted(topics - set(known))
+    hidden = [
+        topic
+        for topic, found in named.items()
+        if found.topics[topic].error is not None and is_forbidden(found.topics[topic].error)
+    ]
+    if hidden:
+        rights = [Right("Topic", topic, operation) for topic in hidden]
+        raise missing_rights(settings, rights, f"asking for {', '.join(hidden)}")
     if missing:
         raise TopicError(
             f"Kafka at {settings.bootstrap_servers} has no topic {', '.join(missing)}",

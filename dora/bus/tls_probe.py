@@ -13,16 +13,13 @@ from contextlib import suppress
 
 PROBE_SECONDS = 2.0
 
+_HAS_EXPIRED = 10
+"""X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL; the other numbers below are its as well."""
+
 _TLS_PROTOCOLS = ("ssl", "sasl_ssl")
-_ALERTS = {
-    "CERTIFICATE_EXPIRED": "the cluster refused this client's certificate: it has expired",
-    "CERTIFICATE_REQUIRED": "the cluster wants a certificate of this client "
-    "(ssl.certificate.location and ssl.key.location)",
-    "UNKNOWN_CA": "the cluster does not know who signed this client's certificate",
-    "BAD_CERTIFICATE": "the cluster refused this client's certificate",
-    "CERTIFICATE_UNKNOWN": "the cluster refused this client's certificate",
-    "HANDSHAKE_FAILURE": "the cluster broke the handshake off",
-}
+_OWN = ("ssl.certificate.location", "ssl.certificate.pem", "ssl.keystore.location")
+_ALERTS = ("CERTIFICATE", "UNKNOWN_CA")
+"""In the names of what a server says about its client's certificate."""
 
 
 def uses_tls(properties: Mapping[str, str]) -> bool:
@@ -40,7 +37,7 @@ def tls_problem(servers: str, properties: Mapping[str, str]) -> str | None:
     for host, port in _addresses(servers):
         try:
             with socket.create_connection((host, port), timeout=PROBE_SECONDS) as connection:
-                return _handshake(context, connection, host)
+                return _handshake(context, connection, host, properties)
         except OSError:
             continue
     return None
@@ -59,7 +56,9 @@ def speaks_tls(servers: str) -> bool:
     return False
 
 
-def _handshake(context: ssl.SSLContext, connection: socket.socket, host: str) -> str | None:
+def _handshake(
+    context: ssl.SSLContext, connection: socket.socket, host: str, properties: Mapping[str, str]
+) -> str | None:
     try:
         with context.wrap_socket(connection, server_hostname=host) as secure:
             # TLS 1.3: what the other side thinks of our certificate comes after the handshake
@@ -71,10 +70,9 @@ def _handshake(context: ssl.SSLContext, connection: socket.socket, host: str) ->
         return _verification(error, host)
     except ssl.SSLError as error:
         reason = error.reason or ""
-        for name, text in _ALERTS.items():
-            if name in reason:
-                return text
-        if "WRONG_VERSION_NUMBER" in reason or "RECORD_LAYER" in reason:
+        if "ALERT" in reason and any(name in reason for name in _ALERTS):
+            return _refused_certificate(properties, reason)
+        if "WRONG_VERSION_NUMBER" in reason:
             return "this port does not speak TLS"
         return None
     except OSError:
@@ -98,6 +96,52 @@ def _verification(error: ssl.SSLCertVerificationError, host: str) -> str:
     return f"the broker's certificate cannot be verified: {told}"
 
 
+def _refused_certificate(properties: Mapping[str, str], reason: str) -> str:
+    if not any(name in properties for name in _OWN):
+        return (
+            "the cluster wants a certificate of this client, which has none "
+            "(ssl.certificate.location and ssl.key.location)"
+        )
+    own = properties.get("ssl.certificate.location")
+    if "EXPIRED" in reason or (own is not None and _expired(own, properties)):
+        return f"this client's certificate has expired ({own})"
+    told = reason.lower().replace("_", " ")
+    return f"the cluster refuses this client's certificate: who signed it is unknown there ({told})"
+
+
+def _expired(path: str, properties: Mapping[str, str]) -> bool:
+    """Whether the certificate in `path` is past its time: a handshake with itself, in memory."""
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load_own(server, properties)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.load_verify_locations(path)
+    client.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (
+        client.wrap_bio(back, there, server_side=False),
+        server.wrap_bio(there, back, server_side=True),
+    )
+    for _ in range(4):
+        for end in ends:
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLCertVerificationError as error:
+                return error.verify_code == _HAS_EXPIRED
+            except ssl.SSLError:
+                return False
+    return False
+
+
+def _load_own(context: ssl.SSLContext, properties: Mapping[str, str]) -> None:
+    certificate = properties.get("ssl.certificate.location")
+    if certificate is not None:
+        key = properties.get("ssl.key.location")
+        context.load_cert_chain(certificate, key, lambda: properties.get("ssl.key.password", ""))
+
+
 def _context(properties: Mapping[str, str]) -> ssl.SSLContext:
     location, text = properties.get("ssl.ca.location"), properties.get("ssl.ca.pem")
     if location == "probe":
@@ -108,10 +152,7 @@ def _context(properties: Mapping[str, str]) -> ssl.SSLContext:
     if properties.get("enable.ssl.certificate.verification", "true").lower() == "false":
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
-    certificate = properties.get("ssl.certificate.location")
-    if certificate is not None:
-        key = properties.get("ssl.key.location")
-        context.load_cert_chain(certificate, key, lambda: properties.get("ssl.key.password", ""))
+    _load_own(context, properties)
     return context
 
 

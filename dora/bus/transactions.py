@@ -20,7 +20,7 @@ way on the broker: it is called again.
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
@@ -109,6 +109,7 @@ class TransactionalWriter:
         self._settings = settings
         self._id = transactional_id
         self._client_id = client_id
+        self._own = [Right("TransactionalId", transactional_id, "Write")]
         # after its own timeout the transaction is lost anyway
         self._overtime = min(_OVERTIME_SECONDS, transaction_timeout)
         self._groups: dict[str, Any] = {}
@@ -122,7 +123,6 @@ class TransactionalWriter:
         )
         self._producer = self._deliveries.producer
         self._deliveries.connect()
-        self._own = Right("TransactionalId", transactional_id, "Write")
         self._retry(self._producer.init_transactions, f"taking over {transactional_id}")
         self._end_unfinished()
 
@@ -149,9 +149,9 @@ class TransactionalWriter:
             raise self._fail(kafka_error(exception), f"beginning as {self._id}") from exception
         try:
             yield Transaction(self)
-        except BaseException:
+        except BaseException as error:
             if self._broken is None:
-                self._abort()
+                self._abort_after(error)
             raise
         self._commit()
 
@@ -256,7 +256,10 @@ class TransactionalWriter:
                 doing,
             ),
             doing,
-            Right("Group", group, "Read"),
+            [
+                Right("Group", group, "Read"),
+                *(Right("Topic", name, "Read") for name in sorted({t for t, _ in offsets})),
+            ],
         )
 
     def _within(self, call: Callable[[], object], seconds: float, doing: str) -> None:
@@ -312,8 +315,11 @@ class TransactionalWriter:
             except KafkaException as exception:
                 error = kafka_error(exception)
                 if error.txn_requires_abort():
-                    self._abort()
-                    raise self._aborted(error, doing) from exception
+                    topics = sorted({topic for topic, _ in self._written})
+                    writes = [Right("Topic", topic, "Write") for topic in topics]
+                    cause = self._aborted(error, doing, writes)
+                    self._abort_after(cause)
+                    raise cause from exception
                 if error.fatal() or not _may_be_repeated(error):
                     raise self._fail(error, doing) from exception
                 if time.monotonic() >= deadline:
@@ -324,6 +330,14 @@ class TransactionalWriter:
                     )
                     raise self._broken from exception
 
+    def _abort_after(self, error: BaseException) -> None:
+        if isinstance(error, AccessError):
+            # Kafka knows of no transaction where it refused the first thing in it (KIP-890).
+            with suppress(BusError):
+                self._abort()
+        else:
+            self._abort()
+
     def _abort(self) -> None:
         self._suspect |= self._written
         self._retry(self._producer.abort_transaction, f"aborting as {self._id}")
@@ -331,7 +345,7 @@ class TransactionalWriter:
         self._deliveries.serve()
 
     def _retry(
-        self, call: Callable[[float], object], doing: str, needs: Right | None = None
+        self, call: Callable[[float], object], doing: str, needs: Sequence[Right] = ()
     ) -> None:
         """Call until it works; raises and marks the writer unusable when it cannot.
 
@@ -356,20 +370,20 @@ class TransactionalWriter:
                 ):
                     raise self._fail(error, doing, needs) from exception
 
-    def _aborted(self, error: KafkaError, doing: str, needs: Right | None = None) -> BusError:
+    def _aborted(self, error: KafkaError, doing: str, needs: Sequence[Right] = ()) -> BusError:
         """What the caller gets: nothing was written, and it may try again unless it has no right
         to."""
         cause = self._deliveries.failed or explain(
-            error, self._settings, doing, self._deliveries.failures, needs=needs or self._own
+            error, self._settings, doing, self._deliveries.failures, needs=[*needs, *self._own]
         )
         if isinstance(cause, AccessError):
             return cause
         return TransactionAbortedError(f"nothing was written: {cause.message}", hint=cause.hint)
 
-    def _fail(self, error: KafkaError, doing: str, needs: Right | None = None) -> BusError:
+    def _fail(self, error: KafkaError, doing: str, needs: Sequence[Right] = ()) -> BusError:
         self._deliveries.serve()
         self._broken = explain(
-            error, self._settings, doing, self._deliveries.failures, needs=needs or self._own
+            error, self._settings, doing, self._deliveries.failures, needs=[*needs, *self._own]
         )
         return self._broken
 

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 
+from dora.bus.acls import check_rights
 from dora.bus.reader import END, LogReader, Message, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics, TopicAdmin, topic_plan
@@ -82,6 +83,7 @@ class Trainer:
         self._accepted: Deviation | None = None  # by the recovery, until the next step tells it
         self._following = False  # the reader is at the live versions
         self._live_versions = 0  # most versions with unfinished groups seen since the last step
+        check_rights("trainer", self._run, settings)
         self._admin = TopicAdmin(settings)
         self._admin.ping()
         self._admin.verify(topic_plan(config))

@@ -7,13 +7,13 @@ import importlib
 import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
 
 from dora.bus.settings import cluster_settings
 from dora.cli.console import waiting
+from dora.cli.export_options import TargetOptions, details_line, place_of, target_options
 from dora.cli.options import json_option, kafka_options, print_line, timeout_option
 from dora.config import KafkaSection
 from dora.consumers.export_run import Summary, Wanted, check_complete, export_run
@@ -26,10 +26,12 @@ _BOUNDS = re.compile(r"(\d*):(\d*)")
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of target: its class, called with directory, run and `say`, and its line of help."""
+    """A kind of target: its class, called with directory, run and `say`, its line of help, and the
+    options that it alone has."""
 
     target: str
     summary: str
+    options: tuple[str, ...] = ()
 
 
 TARGETS: dict[str, Kind] = {
@@ -39,12 +41,28 @@ TARGETS: dict[str, Kind] = {
     "jsonl": Kind(
         "dora.consumers.export_jsonl:JsonlTarget", "lines of JSON, a directory per version"
     ),
+    "iceberg": Kind(
+        "dora.cli.export_options:open_iceberg",
+        "a table of an Iceberg catalog",
+        ("catalog", "property"),
+    ),
+    "delta": Kind("dora.cli.export_options:open_delta", "a Delta table", ("property",)),
+    "sft": Kind(
+        "dora.cli.export_options:open_sft",
+        "the best response of each group, to imitate",
+        ("form", "min_reward", "config", "set"),
+    ),
+    "dpo": Kind(
+        "dora.cli.export_options:open_dpo",
+        "the best and the worst response of each group, to prefer one",
+        ("form", "min_reward", "min_margin", "config", "set"),
+    ),
 }
 
 
 @click.command()
 @click.argument("run")
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="DIR")
 @click.option(
     "--to",
     "to",
@@ -66,18 +84,20 @@ TARGETS: dict[str, Kind] = {
     is_flag=True,
     help="Write nothing into Kafka: records that do not belong there are only counted.",
 )
+@target_options
 @timeout_option(3600.0)
 @kafka_options
 @json_option
 def export(
     run: str,
-    directory: Path,
+    directory: str,
     to: str,
     version: int | None,
     versions: str | None,
     ended: bool,
     no_dead_letters: bool,
     timeout: float,
+    options: TargetOptions,
     kafka: KafkaSection,
     as_json: bool,
 ) -> None:
@@ -88,11 +108,18 @@ def export(
     never twice. Runs that go on may be exported.
     """
     wanted = wanted_versions(version, versions)
+    place = place_of(to, directory)
+    arguments = options.of(to, TARGETS[to].options, kafka)
+    details: dict[str, int] = {}
     with waiting(f"reading {run}", quiet=as_json) as progress:
 
         def open_target(started: RunStarted) -> Target:
             make = _load(TARGETS[to].target)
-            opened: Target = make(directory, started, lambda text: click.echo(text, err=True))
+            opened: Target = make(
+                place, started, lambda text: click.echo(text, err=True), **arguments
+            )
+            nonlocal details
+            details = getattr(opened, "details", details)
             return opened
 
         summary = export_run(
@@ -106,9 +133,12 @@ def export(
             say=progress,
         )
     if as_json:
-        print_line(json.dumps(summary.to_json() | {"to": to}))
+        about = {"to": to} | ({"details": details} if details else {})
+        print_line(json.dumps(summary.to_json() | about))
     else:
         show(summary)
+        if details:
+            print_line(details_line(details))
     check_complete(summary)
 
 

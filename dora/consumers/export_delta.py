@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from dora import faults
 from dora.consumers.export_lake import EXTRA, Guarded, LakeTarget
 from dora.consumers.export_rows import SCHEMA, SOURCE_KEY, Source
 from dora.consumers.export_targets import LOCK, Say, version_of
@@ -73,7 +74,7 @@ class DeltaTarget(LakeTarget):
             app_transactions=[deltalake.Transaction(application, (before or 0) + 1)],
         )
         try:
-            rows = pa.RecordBatchReader.from_batches(SCHEMA, iter(guarded))
+            rows = pa.RecordBatchReader.from_batches(SCHEMA, _all(guarded))
             self._commit(rows, commit, f"version = {version}" if there else None)
         except (DeltaError, OSError, ValueError, pa.ArrowException) as error:
             if guarded.error is not None:
@@ -167,6 +168,11 @@ class DeltaTarget(LakeTarget):
             strict=True,
         )
         return sum(size for number, size in sizes if number == version)
+
+
+def _all(batches: Guarded) -> Iterator[pa.RecordBatch]:
+    yield from batches
+    faults.point("export.version_written")  # no commit yet
 
 
 def _schema() -> Any:

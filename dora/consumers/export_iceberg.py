@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dora import faults
 from dora.consumers.export_lake import EXTRA, Guarded, LakeTarget
 from dora.consumers.export_rows import SCHEMA, SOURCE_KEY, Source
 from dora.consumers.export_targets import LOCK, Say, flush, refusal
@@ -70,7 +71,7 @@ class IcebergTarget(LakeTarget):
 
     def __init__(
         self,
-        place: Path | str,
+        place: Path,
         run: RunStarted,
         say: Say,
         *,
@@ -78,15 +79,13 @@ class IcebergTarget(LakeTarget):
         properties: Mapping[str, str] | None = None,
     ) -> None:
         if catalog is None:
-            assert isinstance(place, Path)
             self._identifier: tuple[str, ...] = (NAMESPACE, run.run)
             self._place = str(place)
         else:
             self._identifier = _identifier(str(place))
             self._place = f"table {place} of the catalog {catalog}"
         properties = dict(properties or {})
-        local = place if catalog is None and isinstance(place, Path) else None
-        super().__init__(local, run, say, properties)
+        super().__init__(place if catalog is None else None, run, say, properties)
         try:
             self._catalog = self._open_catalog(catalog, properties)
             self._table: Any = self._open_table()
@@ -110,6 +109,7 @@ class IcebergTarget(LakeTarget):
         guarded = Guarded(batches)
         try:
             rows, size = self._stage(path, source, iter(guarded))
+            faults.point("export.version_written")
             self._commit(source, path if rows else None)
         except _REFUSED as error:
             if guarded.error is not None:

@@ -85,6 +85,7 @@ docs: .venv/ready
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python docs/generate_metrics.py
 	$(BIN)/python docs/generate_kafka_users.py
+	$(BIN)/python docs/generate_asyncapi.py
 
 # A picture of the run RUN for the documentation; its Kafka must be up.
 dashboard: .venv/ready

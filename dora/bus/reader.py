@@ -184,6 +184,8 @@ class LogReader:
                             self._pause(partition, paused)
                         continue
                     self._fetched.popleft()
+                    if partition not in waiting and _is_end(raw):
+                        continue  # it may lie behind messages that are kept
                     try:
                         message = self._take(raw)
                     except SchemaAwaited:
@@ -388,3 +390,8 @@ class LogReader:
 
     def _serve(self) -> None:
         self._fetched.extend(self._consumer.consume(1, 0))
+
+
+def _is_end(raw: Any) -> bool:
+    """Whether this is no message, but the event that the end of its partition was reached."""
+    return raw.error() is not None and raw.error().code() == KafkaError._PARTITION_EOF

@@ -7,17 +7,17 @@ not exported, and is replaced by the same lines.
 
 import json
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from dora.consumers.export_rows import SCHEMA, Source
 from dora.consumers.export_targets import DirectoryTarget
 
-_PACKED = ("prompt_token_ids", "response_token_ids", "response_logprobs")
-"""Columns that are long lists of numbers."""
+_PACKED = ("prompt_token_ids", "response_token_ids", "response_logprobs", "response_mask")
+"""Columns that are long lists, of values that Arrow writes as JSON does."""
 _PLAIN = [name for name in SCHEMA.names if name not in _PACKED]
 
 
@@ -42,19 +42,20 @@ class JsonlTarget(DirectoryTarget):
 def lines(batch: pa.RecordBatch) -> Iterator[str]:
     """Each row of a batch of `SCHEMA` as a line of JSON."""
     plain = batch.select(_PLAIN).to_pylist()
-    packed = [_texts(batch.column(name)) for name in _PACKED]
+    packed = [_joined(batch.column(name)) for name in _PACKED]
     for row, *lists in zip(plain, *packed, strict=True):
         row["reward_parts"] = dict(row["reward_parts"])
         head = json.dumps(row, ensure_ascii=False, default=_time)
-        tail = ", ".join(f'"{name}": {text}' for name, text in zip(_PACKED, lists, strict=True))
+        tail = ", ".join(f'"{name}": [{text}]' for name, text in zip(_PACKED, lists, strict=True))
         yield f"{head[:-1]}, {tail}}}\n"
 
 
-def _texts(column: pa.ListArray) -> Iterator[str]:
-    """Each list as JSON. Arrow writes a float32 with the fewest digits that give it back."""
-    numbers = column.values.cast(pa.string()).to_pylist()
-    for begin, end in pairwise(column.offsets.to_pylist()):
-        yield f"[{','.join(numbers[begin:end])}]"
+def _joined(column: pa.ListArray) -> list[str]:
+    """The values of each list, with commas between. Arrow writes a float32 with the fewest digits
+    that give it back."""
+    texts = pa.ListArray.from_arrays(column.offsets, column.values.cast(pa.string()))
+    joined: list[str] = pc.binary_join(texts, ",").to_pylist()
+    return joined
 
 
 def _time(value: Any) -> str:

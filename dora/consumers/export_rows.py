@@ -190,8 +190,11 @@ def batch_of(placed: Sequence[Placed[Trajectory]], fates: Sequence[Fate]) -> pa.
         "response_logprobs": _lists([r.logprobs[4 * n :] for r, n in cut], "<f4"),
         "response_mask": _lists([r.mask[n:] for r, n in cut], "?"),
         "reward_parts": [list(r.reward_parts.items()) for r in records],
-        "version_runs": [[asdict(run) for run in r.version_runs] for r in records],
-        "sampling": [asdict(r.sampling) for r in records],
+        "version_runs": [
+            [{"version": run.version, "tokens": run.tokens} for run in r.version_runs]
+            for r in records
+        ],
+        "sampling": _struct([r.sampling for r in records], _SAMPLING),
         "started_at": [1000 * r.started_ms for r in records],
         "generated_at": [1000 * r.generated_ms for r in records],
         "created_at": [1000 * r.created_ms for r in records],
@@ -204,6 +207,12 @@ def batch_of(placed: Sequence[Placed[Trajectory]], fates: Sequence[Fate]) -> pa.
         for field in SCHEMA
     ]  # fmt: skip
     return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+
+
+def _struct(records: Sequence[Any], kind: pa.StructType) -> pa.StructArray:
+    """Records whose attributes are called like the fields of `kind`."""
+    columns = [pa.array(map(attrgetter(f.name), records), f.type) for f in kind]
+    return pa.StructArray.from_arrays(columns, fields=list(kind))
 
 
 def _lists(pieces: Sequence[bytes], kind: str) -> pa.ListArray:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import filelock
 import pyarrow as pa
@@ -26,6 +26,15 @@ from dora.schemas.records import RunStarted
 UNFINISHED = ".unfinished-"
 LOCK = ".dora-export.lock"
 _VERSION = "version="
+
+_LISTS = ("prompt_token_ids", "response_token_ids", "response_logprobs", "response_mask")
+PARQUET_OPTIONS: dict[str, Any] = {
+    "compression": "zstd",
+    # Dictionaries of token ids and of numbers that never repeat take four times as long to write
+    # and are no smaller. Splitting bytes puts the few bits that floats share beside each other.
+    "use_dictionary": [name for name in SCHEMA.names if name not in _LISTS],
+    "column_encoding": {"response_logprobs.list.element": "BYTE_STREAM_SPLIT"},
+}
 
 Say = Callable[[str], None]
 """Takes a sentence for the person who exports."""
@@ -226,7 +235,7 @@ class ParquetTarget(DirectoryTarget):
         """A row group per batch."""
         position = SCHEMA.get_field_index("version")
         schema = SCHEMA.remove(position).with_metadata({SOURCE_KEY: source.to_json()})
-        with pq.ParquetWriter(draft, schema, compression="zstd") as writer:
+        with pq.ParquetWriter(draft, schema, **PARQUET_OPTIONS) as writer:
             for batch in batches:
                 columns = [array for i, array in enumerate(batch.columns) if i != position]
                 writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))

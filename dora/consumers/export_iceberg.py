@@ -176,10 +176,10 @@ class IcebergTarget(LakeTarget):
         )
         with transaction.update_spec() as spec:
             spec.add_identity("version")
-        try:
-            return transaction.commit_transaction()
-        except (CommitFailedException, TableAlreadyExistsError):
-            return self._catalog.load_table(self._identifier)  # another export was faster
+        # another export may be faster
+        with suppress(CommitFailedException, TableAlreadyExistsError):
+            transaction.commit_transaction()
+        return self._catalog.load_table(self._identifier)
 
     def _look(self) -> dict[int, Source]:
         """The versions that commits added; UsageError if the table is another's."""

@@ -55,6 +55,11 @@ endif
 	mv $@.new $@
 	touch $@
 
+# Kafka Connect with a sink and a converter, for the tests and for docs/connect.md.
+.venv/connect: ops/connect/pom.xml ops/connect/fetch.sh | .venv/ready
+	sh ops/connect/fetch.sh $(CURDIR)/$@
+	touch $@
+
 demo: setup
 	$(BIN)/dora run $(CONFIG)
 
@@ -64,7 +69,7 @@ chaos: setup
 
 # Sessions of their own: vLLM and DeepSpeed each want the process group of their process for
 # themselves, and a chaos run wants the machine.
-test: setup .venv/tools .venv/registry
+test: setup .venv/tools .venv/registry .venv/connect
 	$(BIN)/python -m pytest tests/unit tests/integration -m "not vllm"
 	$(BIN)/python -m pytest tests/integration -m vllm
 	$(BIN)/python -m pytest tests/chaos --timeout=600

@@ -10,7 +10,6 @@ the log itself.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from math import inf
 from types import TracebackType
 from typing import Any, Self
@@ -28,12 +27,13 @@ from dora.bus.failures import (
     kafka_error,
     make_client,
 )
+from dora.bus.messages import Message, Unreadable, message_of
 from dora.bus.offsets import Partition, ask_offsets
 from dora.bus.settings import ClusterSettings, Isolation, consumer_properties
 from dora.errors import BusError, DeadlineError
-from dora.schemas.codec import UndecodableCode, UndecodableRecord, decode
 from dora.schemas.framing import SchemaAwaited
-from dora.schemas.records import Record
+
+__all__ = ["BEGINNING", "END", "LogReader", "Message", "Unreadable"]
 
 BEGINNING = -2
 """Offset that stands for the first one that is still there."""
@@ -44,35 +44,14 @@ _TOPIC_GRACE_SECONDS = 10.0
 _IDLE_SECONDS = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Unreadable:
-    """A value that is no record: why (see `UndecodableRecord`), and its bytes."""
-
-    code: UndecodableCode
-    reason: str
-    payload: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A record where it lies in the log. `timestamp_ms` is the writer's clock."""
-
-    topic: str
-    partition: int
-    offset: int
-    key: str | None
-    timestamp_ms: int
-    headers: dict[str, bytes]
-    value: Record | Unreadable
-
-
 class LogReader:
     """Reads assigned partitions from given offsets; see the module's invariant.
 
     A broker or schema registry that is away for a while is ridden out: `poll` returns nothing
     meanwhile, a record whose schema is not known yet waits with those behind it. BusError when it
     stays away for `request_timeout`, when an assigned offset was deleted, or when the cluster
-    refuses; TopicError when the topic does not exist. Not for use from several threads. Messages
+    refuses; TopicError when the topic does not exist; ConfigError for a record of dora's in the
+    framing of a schema registry when none is configured. Not for use from several threads. Messages
     whose key `wanted` denies are passed over without being decoded; positions move past them.
     """
 
@@ -270,22 +249,9 @@ class LogReader:
         if self._wanted is not None and not self._wanted(key):
             self._positions[topic, partition] = offset + 1
             return None
-        data = raw.value() or b""
-        value: Record | Unreadable
-        try:
-            value = decode(data, self._framing)
-        except UndecodableRecord as reason:
-            value = Unreadable(reason.code, reason.reason, data)
+        message = message_of(raw, key, self._framing)
         self._positions[topic, partition] = offset + 1
-        return Message(
-            topic=topic,
-            partition=partition,
-            offset=offset,
-            key=key,
-            timestamp_ms=raw.timestamp()[1],
-            headers={name: content or b"" for name, content in raw.headers() or ()},
-            value=value,
-        )
+        return message
 
     def _handle(self, error: KafkaError, partition: Partition, offset: int) -> None:
         where = f"{partition[0]}[{partition[1]}]"

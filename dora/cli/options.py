@@ -21,6 +21,9 @@ BROKER_DIRECTORY = Path(".dora/broker")
 
 Command = Callable[..., Any]
 
+SECRET_SETS = ("kafka.properties", "kafka.registry.properties")
+"""What `--set` may hold secrets for: not repeated where others see it."""
+
 _SOURCE = "dora.cli.options.source"
 
 
@@ -39,13 +42,11 @@ class ConfigSource:
         """
         arguments = [str(self.path.absolute())]
         for text in self.sets:
-            if not text.strip().startswith(("kafka.properties", "kafka.registry.properties")):
+            if not text.strip().startswith(SECRET_SETS):
                 arguments += ["--set", text]
         if config.kafka.bootstrap_servers:
             arguments += ["--bootstrap-server", config.kafka.bootstrap_servers]
-        if config.kafka.registry is not None:
-            arguments += ["--registry", config.kafka.registry.url]
-        return arguments
+        return arguments + registry_arguments(config.kafka)
 
     @staticmethod
     def environment(config: Config) -> dict[str, str]:
@@ -196,6 +197,11 @@ def config_file_option(command: Command) -> Command:
 def sets_option(text: str) -> Callable[[Command], Command]:
     """`--set`, with the help `text`; the command gets `sets`."""
     return click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help=text)
+
+
+def registry_arguments(kafka: KafkaSection) -> list[str]:
+    """Command-line arguments that give another command the schema registry."""
+    return [] if kafka.registry is None else ["--registry", kafka.registry.url]
 
 
 def with_broker(config: Config, address: str) -> Config:

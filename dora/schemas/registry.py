@@ -82,6 +82,12 @@ def read_schema(file: Traversable, record: str, *, current: bool) -> Schema:
     return Schema(record, file.name, parsed, schema_fingerprint(parsed), current)
 
 
+_NO_SCHEMA = (
+    *(SchemaParseException, UnknownType),
+    *(LookupError, TypeError, AttributeError, RecursionError),
+)
+
+
 def schema_from_text(text: str, source: str) -> Schema | None:
     """An Avro schema from elsewhere, if it is one of a dora record (by its full name), else None.
 
@@ -90,7 +96,7 @@ def schema_from_text(text: str, source: str) -> Schema | None:
     try:
         data = json.loads(text)
         parsed = parse_schema(data, named_schemas={})
-    except (SchemaParseException, UnknownType, TypeError, KeyError, AttributeError) as error:
+    except _NO_SCHEMA as error:
         raise ValueError(str(error) or type(error).__name__) from error
     record = FULL_NAMES.get(parsed["name"]) if isinstance(parsed, dict) else None
     if record is None:

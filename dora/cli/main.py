@@ -43,7 +43,10 @@ COMMANDS: dict[str, Entry] = {
     "audit": Entry("dora.cli.audit:audit", "Prove consistency and exactly-once from the log."),
     "rescore": Entry("dora.cli.rescore:rescore", "Score logged trajectories with a new verifier."),
     "inspect": Entry("dora.cli.inspect_command:inspect", "List trajectories, or look at one."),
-    "export": Entry("dora.cli.export:export", "Write trajectories as Parquet or JSON lines."),
+    "export": Entry("dora.cli.export:export", "Write trajectories as Parquet, tables, data sets."),
+    "import": Entry(
+        "dora.cli.import_command:import_command", "Make prompts, or feed a trainer, from files."
+    ),
     "report": Entry("dora.cli.report:report", "Write a run as one HTML file with plots."),
     "broker": Entry("dora.cli.broker:broker", "Start, stop and inspect the local Kafka broker."),
     "topics": Entry("dora.cli.topics:topics", "Create, describe and delete a run's topics."),

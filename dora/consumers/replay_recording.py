@@ -7,6 +7,7 @@ times in the records stay the recorded ones.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from dora.consumers.replay_plan import gone, span
 from dora.consumers.run_log import RunLog
@@ -30,6 +31,19 @@ class Timed:
 
     seconds: float
     record: Chunk | Trajectory
+
+
+class Recorded(Protocol):
+    """Groups that can be served, in order, as records of the run `name`. `without_chunks` are the
+    trajectories that were given out without all their chunks."""
+
+    source: str
+    name: str
+    admissions: list[Admission]
+    without_chunks: set[str]
+
+    def records(self, group: Admission) -> list[Timed]:
+        """Chunks and trajectories of a group."""
 
 
 class Recording:

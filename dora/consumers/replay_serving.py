@@ -26,7 +26,7 @@ from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
 from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.consumers.ledger import new_state
-from dora.consumers.replay_recording import ChunkKey, Recording, chunk_key
+from dora.consumers.replay_recording import ChunkKey, Recorded, chunk_key
 from dora.consumers.replay_status import ServingStatus
 from dora.core.filling import fillable
 from dora.core.identity import differences
@@ -82,7 +82,7 @@ class ReplayServer:
 
     def __init__(
         self,
-        recording: Recording,
+        recording: Recorded,
         identity: str,
         recorded_steps: int,
         config: Config,

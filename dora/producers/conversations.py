@@ -16,6 +16,13 @@ from dora.producers.tokenization import Tokenizer
 Messages = list[dict[str, str]]
 
 
+def prompt_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """Text of a prompt's tokens, without those that the tokenizer puts before every text."""
+    front = tokenizer.encode("")
+    own = front and tuple(token_ids[: len(front)]) == front
+    return tokenizer.decode(token_ids[len(front) :] if own else token_ids, special_tokens=True)
+
+
 class RunTexts:
     """What tokenizer and task of `config`'s run say of tokens.
 
@@ -25,14 +32,11 @@ class RunTexts:
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._front = tokenizer.encode("")
         self._task: Task | None = None
 
     def prompt(self, token_ids: Sequence[int]) -> str:
         """Their text, without what the tokenizer puts before every text by itself."""
-        front = len(self._front)
-        own = front and tuple(token_ids[:front]) == self._front
-        return self._tokenizer.decode(token_ids[front:] if own else token_ids, special_tokens=True)
+        return prompt_text(self._tokenizer, token_ids)
 
     def response(self, token_ids: Sequence[int]) -> str:
         """Their text, special tokens included."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, model_validator
 
-from dora.config_observability import MetricsSection, TracesSection
+from dora.config_observability import LineageSection, MetricsSection, TracesSection
 from dora.config_registry import RegistrySection
 from dora.config_rollout import RolloutSection
 from dora.config_schedule import ScheduleSection
@@ -197,6 +197,8 @@ class Config(Section):
     """Metrics."""
     traces: TracesSection = TracesSection()
     """Traces."""
+    lineage: LineageSection = LineageSection()
+    """Lineage."""
     home: Path = Path(".")
     """Directory that hooks and relative data paths are looked for in; set to the configuration
     file's own when it is read."""

@@ -89,6 +89,7 @@ format: .venv/ready
 docs: .venv/ready
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python docs/generate_metrics.py
+	$(BIN)/python docs/generate_rights.py
 	$(BIN)/python docs/generate_kafka_users.py
 	$(BIN)/python docs/generate_asyncapi.py
 

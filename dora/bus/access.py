@@ -168,6 +168,14 @@ ROLES: dict[str, Role] = {
             (
                 _SHAPE,
                 _topics("Read", "steps policies dispatch trajectories", "reads closed versions"),
+                _topics(
+                    "Read", "dead-letters", "finds what it set aside (not with --no-dead-letters)"
+                ),
+                _topics(
+                    "Write",
+                    "dead-letters",
+                    "sets aside what does not belong there (not with --no-dead-letters)",
+                ),
             ),
         ),
         Role(

@@ -85,6 +85,7 @@ class TopicAdmin(Admin):
             )
         new = [spec for spec in plan if spec.name not in existing]
         if new:
+            self.check_visible([spec.name for spec in new])
             futures = self._admin.create_topics(
                 [
                     NewTopic(

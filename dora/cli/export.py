@@ -16,7 +16,7 @@ from dora.cli.console import waiting
 from dora.cli.export_options import TargetOptions, details_line, place_of, target_options
 from dora.cli.options import json_option, kafka_options, print_line, timeout_option
 from dora.config import KafkaSection
-from dora.consumers.export_run import Summary, Wanted, check_complete, export_run
+from dora.consumers.export_run import Summary, Wanted, check_complete, export_run, spans
 from dora.consumers.export_targets import Target
 from dora.errors import UsageError
 from dora.schemas.records import RunStarted
@@ -178,18 +178,6 @@ def show(summary: Summary) -> None:
             f"{summary.foreign} records do not belong where they lie and were left out; "
             f"{summary.dead_letters} of them are new among the dead letters"
         )
-
-
-def spans(versions: list[int]) -> str:
-    """`version 3`, `versions 0 to 4, 7`."""
-    runs: list[tuple[int, int]] = []
-    for number in sorted(versions):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1] = (runs[-1][0], number)
-        else:
-            runs.append((number, number))
-    texts = [f"{a}" if a == b else f"{a} to {b}" for a, b in runs]
-    return f"version{'s' if len(versions) > 1 else ''} {', '.join(texts)}"
 
 
 def _load(target: str) -> Any:

@@ -49,7 +49,7 @@ class Extent:
 
 
 class ExportLog(RunLog):
-    """A run's log that hands over what does not belong into ledger, policies and journal."""
+    """A run's log that knows which records of ledger, policies and journal do not belong there."""
 
     def __init__(
         self, settings: ClusterSettings, run: str, *, deadline: float, write_letters: bool
@@ -62,11 +62,15 @@ class ExportLog(RunLog):
             write=write_letters and self.topics.dead_letters in self._partitions,
             deadline=deadline,
         )
-        for message, what in self._foreign:
-            self.letters.take(message, what)
         journal = f"{self.topics.dispatch} partition {JOURNAL} begins"
         self.journal_whole = not any(text.startswith(journal) for text in self.missing)
         """Whether the journal still has its beginning, so that who is not in it never started."""
+
+    def hand_over(self) -> None:
+        """Make what was found so far dead letters."""
+        for message, what in self._foreign:
+            self.letters.take(message, what)
+        self._foreign.clear()
 
     def _note(self, message: Message, what: str | None = None) -> None:
         self._foreign.append((message, what or _what(message)))
@@ -176,13 +180,15 @@ class Versions:
         """Where `version` lies in the trajectories."""
         started = self._log.started
         first = self._starts(version)
-        later = [v for v in self._log.policies if v > version and self._same_slot(v, version)]
-        end = self._starts(min(later)) if later else {}
+        policies = self._log.policies
+        later = range(version + started.ring, max(policies, default=0) + 1, started.ring)
+        heir = next((v for v in later if v in policies), None)
+        end = {} if heir is None else self._starts(heir)
         ranges = {}
         for number in slot_partitions(version, started.ring, started.lanes):
             begin = first.get(number, 0)
             ranges[number] = (begin, max(begin, end.get(number, self._end[number])))
-        return Extent(ranges, growing=not later)
+        return Extent(ranges, growing=heir is None)
 
     def trajectories(self, version: int) -> Iterator[Placed[Trajectory]]:
         """The counted trajectories of `version`, lane by lane as they come.
@@ -290,10 +296,6 @@ class Versions:
         topic = self._log.topics.trajectories
         return {s.partition: s.offset for s in policy.slots if s.topic == topic} if policy else {}
 
-    def _same_slot(self, one: int, other: int) -> bool:
-        ring = self._log.started.ring
-        return slot(one, ring) == slot(other, ring)
-
     def _reader(self) -> LogReader:
         return LogReader(self._settings, client_id=f"{self._log.run}.export")
 
@@ -317,7 +319,10 @@ def _what(message: Message) -> str:
 
 def _last_version(started: RunStarted) -> int | None:
     """The version with which the run ends, as it was configured when it began."""
-    steps = json.loads(started.config or "{}").get("trainer", {}).get("steps")
+    try:
+        steps = json.loads(started.config or "{}")["trainer"]["steps"]
+    except (ValueError, KeyError, TypeError):
+        return None
     return steps if isinstance(steps, int) else None
 
 

@@ -151,17 +151,20 @@ def batches(
     *,
     rows: int = 1024,
     trajectories: Iterable[Placed[Trajectory]] | None = None,
+    fates: Fates | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """The counted trajectories of `version` as batches of `SCHEMA`, at most `rows` each.
 
-    `trajectories` are those of `version`, where somebody else reads them; else `log` does.
+    `trajectories` are those of `version`, where somebody else reads them, and `fates` those of the
+    run's groups, where they are known already; else `log` is asked.
     """
-    fates = Fates(log)
+    fates = Fates(log) if fates is None else fates
     pending: list[Placed[Trajectory]] = []
     tokens = 0
 
     def batch() -> pa.RecordBatch:
-        return batch_of(pending, [fates.of(log.admissions[p.record.group_id]) for p in pending])
+        groups = (log.admissions[each.record.group_id] for each in pending)
+        return batch_of(pending, list(map(fates.of, groups)))
 
     for placed in log.trajectories({version}) if trajectories is None else trajectories:
         pending.append(placed)

@@ -6,7 +6,7 @@ the target. So an export may be interrupted anywhere and started again.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from dora.bus.settings import ClusterSettings
 from dora.consumers.export_reading import ExportLog, NotWhole, StillOpen, Versions
 from dora.consumers.export_rows import batches
 from dora.consumers.export_targets import Say, Target
+from dora.consumers.trajectory_rows import Fates
 from dora.errors import ExportError, RunError
 from dora.schemas.records import RunStarted
 
@@ -92,14 +93,15 @@ def export_run(
     """
     began = time.monotonic()
     log = ExportLog(settings, run, deadline=deadline, write_letters=write_letters)
-    for bound in (wanted.first, wanted.last):
-        if bound is not None:
-            log.check_version(bound)
+    if wanted.single is not None:
+        log.check_version(wanted.single)
+    left = max(1.0, deadline - (time.monotonic() - began))
     with (
         open_target(log.started) as target,
-        Versions(settings, log, ended=ended, deadline=deadline) as versions,
+        Versions(settings, log, ended=ended, deadline=left) as versions,
         log.letters as letters,
     ):
+        log.hand_over()
         export = _Export(run, log, versions, target, rows, say)
         for version in versions.numbers:
             if version in wanted:
@@ -128,6 +130,7 @@ class _Export:
         self._target = target
         self._rows = rows
         self._say = say
+        self._fates = Fates(log)
         self._there: Mapping[int, Any] = target.exported(run)
         self.summary = Summary(run, target.place)
 
@@ -150,8 +153,13 @@ class _Export:
 
         def counting() -> Iterator[pa.RecordBatch]:
             nonlocal counted
-            placed = versions.trajectories(version)
-            for batch in batches(self._log, version, rows=self._rows, trajectories=placed):
+            for batch in batches(
+                self._log,
+                version,
+                rows=self._rows,
+                trajectories=versions.trajectories(version),
+                fates=self._fates,
+            ):
                 counted += batch.num_rows
                 self._say(f"version {version}: {counted:,} rows")
                 yield batch
@@ -172,6 +180,19 @@ class _Export:
             summary.bytes += size
 
 
+def spans(versions: Iterable[int]) -> str:
+    """`version 3`, `versions 0 to 4, 7`."""
+    runs: list[tuple[int, int]] = []
+    for number in sorted(versions):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    texts = [f"{a}" if a == b else f"{a} to {b}" for a, b in runs]
+    several = len(runs) > 1 or runs[0][0] < runs[0][1]
+    return f"version{'s' if several else ''} {', '.join(texts)}"
+
+
 def check_complete(summary: Summary) -> None:
     """ExportError, naming the versions, if records of some are gone that were never exported."""
     if not summary.missing:
@@ -180,8 +201,8 @@ def check_complete(summary: Summary) -> None:
     more = f"; and {len(summary.missing) - 3} more" if len(summary.missing) > 3 else ""
     first = max(summary.missing) + 1
     raise ExportError(
-        f"{len(summary.missing)} versions of run {summary.run} are not in {summary.place} and "
-        f"cannot be exported any more: {named}{more}",
+        f"{spans(summary.missing)} of run {summary.run} cannot be exported to {summary.place} any "
+        f"more: {named}{more}",
         hint=f"The others were exported. Export more often, or raise kafka.retention_hours; from "
         f"now on leave those out with --versions {first}:",
     )

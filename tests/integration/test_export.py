@@ -21,8 +21,10 @@ from click.testing import Result
 from dora.bus import BEGINNING, LogReader, LogWriter, cluster_settings
 from dora.config import KafkaSection
 from dora.consumers.export_rows import SOURCE_KEY, Source
-from dora.consumers.export_targets import LOCK, UNFINISHED
+from dora.consumers.export_targets import LOCK
+from dora.consumers.export_targets import UNFINISHED as DRAFT
 from dora.consumers.run_log import RunLog
+from dora.core import ring
 from dora.faults import VARIABLE
 from dora.schemas.records import (
     DeadLetter,
@@ -41,7 +43,7 @@ from tests.written_run import (
     EVALUATED,
     OUTSTANDING,
     SET_ASIDE,
-    STEPS,
+    UNFINISHED,
     RunWriter,
     WrittenRun,
     admissions,
@@ -216,14 +218,14 @@ def test_a_killed_export_leaves_whole_versions_and_the_next_one_the_rest(
     kill(written, tmp_path, f"{point}:kill:2", to=to)
     whole = [row for row in rows(exported) if row["version"] < there]
     assert rows(tmp_path) == whole, "no half file, nothing twice"
-    drafts = [p.name for p in tmp_path.iterdir() if p.name.startswith(UNFINISHED)]
+    drafts = [p.name for p in tmp_path.iterdir() if p.name.startswith(DRAFT)]
     assert bool(drafts) == (there == 1)
     result = export(written, tmp_path, to=to)
     assert result.exit_code == 0, result.output
     said = "removed the half-written version=1 that an interrupted export left"
     assert (said in result.stderr) == bool(drafts)
     assert rows(tmp_path) == rows(exported)
-    assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(UNFINISHED)]
+    assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(DRAFT)]
 
 
 def test_what_does_not_belong_there_becomes_dead_letters_once_and_the_rest_is_exported(
@@ -282,7 +284,7 @@ def test_versions_that_retention_deleted_are_named_and_the_rest_is_exported(
     refused(
         result,
         1,
-        f"1 versions of run {written.run} are not in {late} and cannot be exported any more",
+        f"version 1 of run {written.run} cannot be exported to {late} any more",
         "version 1: ",
         "partition 1 begins at offset 2: 0 to 1, which are its, were deleted by retention",
         "leave those out with --versions 2:",
@@ -292,6 +294,10 @@ def test_versions_that_retention_deleted_are_named_and_the_rest_is_exported(
     assert export(written, late, "--versions", "2:").exit_code == 0
     assert export(written, early).exit_code == 0, "it has version 1 since before"
     assert {row["version"] for row in rows(early)} == set(CLOSED)
+    written.delete(written.topics.dispatch, ring.JOURNAL, before=2)  # g0 and g1 started there
+    last = export(written, tmp_path / "last", "--json")
+    refused(last, 1, "versions 0 to 1 of run", f"its part of {written.topics.dispatch} was deleted")
+    assert (summary(last)["exported"], summary(last)["foreign"]) == ([2], 0)
 
 
 def test_a_version_is_replaced_when_its_run_went_on_after_all(
@@ -299,19 +305,31 @@ def test_a_version_is_replaced_when_its_run_went_on_after_all(
 ) -> None:
     written = write(kafka)
     assert export(written, tmp_path, "--ended").exit_code == 0
-    with LogWriter(written.settings, client_id="test") as writer:
-        group = next(g for g in admissions(written.run) if g.group_id == OUTSTANDING)
-        placed = RunLog(written.settings, written.run).group(OUTSTANDING)
-        refs = tuple(SampleRef(s, 0, p.partition, p.offset) for s, p in placed.items())
-        ref = GroupRef(group.group_id, group.ordinal, group.policy_version, refs)
-        entry = Step(written.run, "step", STEPS, STEPS, STEPS + 1, (ref,), (), {}, "s", None,
+
+    def train(group_id: str, refs: tuple[SampleRef, ...], version: int) -> None:
+        group = next(each for each in admissions(written.run) if each.group_id == group_id)
+        ref = GroupRef(group_id, group.ordinal, group.policy_version, refs)
+        entry = Step(written.run, "step", version, version, version + 1, (ref,), (), {}, "s", None,
                      "trainer", 0)  # fmt: skip
-        writer.send(written.topics.steps, entry, partition=0)
-        writer.flush(DEADLINE)
+        with LogWriter(written.settings, client_id="test") as writer:
+            writer.send(written.topics.steps, entry, partition=0)
+            writer.flush(DEADLINE)
+
+    placed = RunLog(written.settings, written.run).group(OUTSTANDING)
+    train(OUTSTANDING, tuple(SampleRef(s, 0, p.partition, p.offset) for s, p in placed.items()), 3)
     told = summary(export(written, tmp_path, "--ended", "--json"))
     assert (told["exported"], told["updated"], told["there"]) == ([3], [3], 3)
     assert {row["state"] for row in rows(tmp_path) if row["version"] == 3} == {"trained"}
     assert len(rows(tmp_path)) == 17
+
+    train(UNFINISHED, (SampleRef(0, 0, 0, 98), SampleRef(1, 0, 0, 99)), 4)
+    refused(
+        export(written, tmp_path, "--ended"),
+        1,
+        f"version 3: the ledger names {UNFINISHED}/0 (partition 0 offset 98), {UNFINISHED}/1",
+        "which cannot be read there",
+    )
+    assert len(rows(tmp_path)) == 17, "what was there stays"
 
 
 def test_one_version_that_may_still_change_is_refused(written: WrittenRun, tmp_path: Path) -> None:
@@ -394,7 +412,7 @@ def test_a_full_file_system_keeps_whole_versions_and_takes_the_rest_once_there_i
             "The versions that were exported before are whole (1 of them)",
         )
         assert rows(disk) == [row for row in rows(exported) if row["version"] == 0]
-        assert not [p.name for p in disk.iterdir() if p.name.startswith(UNFINISHED)]
+        assert not [p.name for p in disk.iterdir() if p.name.startswith(DRAFT)]
         subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
         assert export(written, disk).exit_code == 0
         assert rows(disk) == rows(exported)

@@ -9,10 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dora.cli.export import spans, wanted_versions
+from dora.cli.export import wanted_versions
 from dora.consumers import export_rows
 from dora.consumers.export_jsonl import JsonlTarget, lines
 from dora.consumers.export_rows import SCHEMA, Source, batch_of, batches
+from dora.consumers.export_run import spans
 from dora.consumers.export_targets import DirectoryTarget, ParquetTarget
 from dora.consumers.run_log import Placed
 from dora.consumers.trajectory_rows import Fate

@@ -99,7 +99,7 @@ ROLES: dict[str, Role] = {
     for role in (
         Role(
             "creator",
-            "dora topics create; dora run and dora replay --as, which create topics themselves",
+            "dora topics create; dora run and dora replay --serve, which create topics themselves",
             (
                 _topics("Create", "*", "creates them"),
                 _topics("Describe", "*", "waits until they can be used"),
@@ -180,7 +180,7 @@ ROLES: dict[str, Role] = {
         ),
         Role(
             "replay",
-            "dora replay SOURCE --as RUN, on RUN (on SOURCE it is a reader, for RUN a creator too)",
+            "dora replay SOURCE --serve --as RUN, on RUN (where it is also creator; on SOURCE a reader)",
             (
                 Need("Write", "TransactionalId", ("coordinator",), "is the one that serves"),
                 _SHAPE,

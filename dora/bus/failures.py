@@ -18,6 +18,7 @@ from dora.bus.tls_probe import speaks_tls, tls_problem, uses_tls
 from dora.errors import AccessError, BusError, ConfigError, DoraError, FencedError, TopicError
 
 Client = TypeVar("Client")
+Answer = TypeVar("Answer")
 
 _FENCED = {
     KafkaError._FENCED,
@@ -250,6 +251,21 @@ def kafka_error(exception: KafkaException) -> KafkaError:
     """The KafkaError inside an exception."""
     error: KafkaError = exception.args[0]
     return error
+
+
+def called(call: Callable[[], Answer]) -> Answer:
+    """What `call` returns, which may run callbacks; KafkaException if the client fails.
+
+    confluent_kafka raises its fatal error from whatever call reports it. Where a delivery is
+    reported in the same call, Python sees that callback run with an error in hand and makes a
+    SystemError of it.
+    """
+    try:
+        return call()
+    except SystemError as error:
+        if isinstance(error.__cause__, KafkaException):
+            raise error.__cause__ from None
+        raise
 
 
 def make_client(make: Callable[[dict[str, Any]], Client], properties: dict[str, Any]) -> Client:

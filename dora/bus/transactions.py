@@ -29,7 +29,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
 from dora.bus.access import Right
-from dora.bus.failures import explain, kafka_error, make_client
+from dora.bus.failures import called, explain, kafka_error, make_client
 from dora.bus.offsets import Partition
 from dora.bus.reader import LogReader
 from dora.bus.settings import ClusterSettings, client_properties, transactional_properties
@@ -310,7 +310,7 @@ class TransactionalWriter:
         deadline = time.monotonic() + self._settings.request_timeout
         while True:
             try:
-                self._producer.commit_transaction(_CALL_SECONDS)
+                called(lambda: self._producer.commit_transaction(_CALL_SECONDS))
                 return
             except KafkaException as exception:
                 error = kafka_error(exception)
@@ -355,7 +355,7 @@ class TransactionalWriter:
         deadline = time.monotonic() + self._settings.request_timeout
         while True:
             try:
-                call(_CALL_SECONDS)
+                called(lambda: call(_CALL_SECONDS))
                 return
             except KafkaException as exception:
                 error = kafka_error(exception)

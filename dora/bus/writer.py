@@ -16,7 +16,14 @@ from urllib.parse import quote
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from dora.bus.access import Right
-from dora.bus.failures import Failures, await_answer, explain, kafka_error, make_client
+from dora.bus.failures import (
+    Failures,
+    await_answer,
+    called,
+    explain,
+    kafka_error,
+    make_client,
+)
 from dora.bus.settings import ClusterSettings, largest_record, producer_properties
 from dora.errors import BusError, DeadlineError
 from dora.schemas.codec import encode
@@ -96,15 +103,10 @@ class Deliveries:
     def _served(self, call: Callable[[], int]) -> int | None:
         """What `call` returns, which runs callbacks; None if the client raised its fatal error."""
         try:
-            return call()
+            return called(call)
         except KafkaException as exception:
             self.failures(kafka_error(exception))
-        except SystemError as error:
-            # A delivery was reported while confluent_kafka had the fatal error in hand.
-            if not isinstance(error.__cause__, KafkaException):
-                raise
-            self.failures(kafka_error(error.__cause__))
-        return None
+            return None
 
     def connect(self) -> None:
         """BusError if the cluster does not answer within `connect_timeout`."""

@@ -180,7 +180,7 @@ ROLES: dict[str, Role] = {
         ),
         Role(
             "replay",
-            "dora replay SOURCE --serve --as RUN, on RUN (where it is also creator; on SOURCE a reader)",
+            "dora replay SOURCE --serve --as RUN, on RUN (creator too; on SOURCE a reader)",
             (
                 Need("Write", "TransactionalId", ("coordinator",), "is the one that serves"),
                 _SHAPE,

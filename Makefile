@@ -50,7 +50,7 @@ endif
 # A schema registry for the tests; everybody else brings their own.
 .venv/registry: ops/registry/pom.xml | .venv/ready
 	rm -rf $@ $@.new
-	mvn --batch-mode --quiet --strict-checksums --file=$< dependency:unpack-dependencies \
+	mvn --batch-mode --quiet --strict-checksums -Dstyle.color=never --file=$< dependency:unpack-dependencies \
 	  -DoutputDirectory=$(CURDIR)/$@.new -DmarkersDirectory=$(CURDIR)/$@.new/markers
 	mv $@.new $@
 	touch $@

@@ -27,6 +27,9 @@ except ImportError as error:
     raise UsageError(f"--to delta needs a package that is missing: {error}", hint=EXTRA) from error
 
 _LOG = "_delta_log"
+_LISTS = ("prompt_token_ids", "response_token_ids", "response_logprobs", "response_mask")
+_PLAIN = deltalake.ColumnProperties(dictionary_enabled=False)
+"""Of long lists of numbers: see `export_targets.PARQUET_OPTIONS`."""
 _SETTINGS: dict[str, str | None] = {"delta.enableExpiredLogCleanup": "false"}
 
 
@@ -133,7 +136,8 @@ class DeltaTarget(LakeTarget):
         commit: Any,
         replaces: str | None,
     ) -> None:
-        writer = deltalake.WriterProperties(compression="ZSTD")
+        lists = {f"{name}.list.element": _PLAIN for name in _LISTS}
+        writer = deltalake.WriterProperties(compression="ZSTD", column_properties=lists)
         shared: dict[str, Any] = {
             "partition_by": ["version"],
             "commit_properties": commit,

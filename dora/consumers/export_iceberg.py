@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from dora import faults
 from dora.consumers.export_lake import EXTRA, Guarded, LakeTarget
 from dora.consumers.export_rows import SCHEMA, SOURCE_KEY, Source
-from dora.consumers.export_targets import LOCK, Say, flush, refusal
+from dora.consumers.export_targets import LOCK, PARQUET_OPTIONS, Say, flush, refusal
 from dora.errors import ExportError, UsageError
 from dora.schemas.records import RunStarted
 
@@ -216,7 +216,7 @@ class IcebergTarget(LakeTarget):
         try:
             with (
                 output.create() as stream,
-                pq.ParquetWriter(stream, schema, compression="zstd") as writer,
+                pq.ParquetWriter(stream, schema, **PARQUET_OPTIONS) as writer,
             ):
                 for batch in batches:
                     rows += batch.num_rows

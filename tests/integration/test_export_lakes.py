@@ -1,6 +1,8 @@
 """`dora export` of a real run to tables and data sets, read by what people read them with."""
 
 import json
+import re
+import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ def written(kafka: Cluster, small_model: Path) -> WrittenRun:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(written_run, "trajectory", whole)
         settings = cluster_settings(KafkaSection(bootstrap_servers=kafka.bootstrap_servers))
-        made = RunWriter(settings, "export-lakes", str(small_model)).write()
+        made = RunWriter(settings, f"lakes-{uuid.uuid4().hex[:8]}", str(small_model)).write()
     spoil(made)
     return made
 
@@ -212,3 +214,30 @@ def test_options_that_a_kind_does_not_have_are_refused(written: WrittenRun, tmp_
     synthetic = ("--set", "task.kind=synthetic", "--set", "rollout.engine=emulated")
     assert not (tmp_path / "sft").exists()
     refused(tried("dpo", tmp_path / "dpo", *synthetic), 2, "token ids without a text")
+
+
+def test_the_python_of_the_pages_runs_as_it_stands_there(
+    written: WrittenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    places = {"iceberg": "lake", "delta": "table", "sft": "sft", "dpo": "dpo"}
+    for to, place in places.items():
+        exported(written, to, tmp_path / place)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    names: dict[str, Any] = {}
+    blocks = [block for page in ("lakes.md", "datasets.md") for block in python_of(page)]
+    assert len(blocks) == 6
+    for block in blocks:
+        exec(block.replace("dora.demo", f"dora.{written.run}"), names)
+    said = capsys.readouterr().out
+    assert "verifier timed out" in said and "surprise" in said
+    assert said.count("{'") == 2  # where versions came from
+    ids = written_run.response(0, 1)[:-1]
+    best = "".join(chr(ord("a") + token - 2) for token in ids)
+    assert f"abc {best} 1.0" in said
+
+
+def python_of(page: str) -> list[str]:
+    """The blocks of Python of a page of the documentation."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / page).read_text("utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)

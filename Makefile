@@ -42,6 +42,19 @@ endif
 	$(BIN)/dora broker fetch
 	touch $@
 
+# A schema registry for the tests; everybody else brings their own.
+.venv/registry: ops/registry/pom.xml | .venv/ready
+	rm -rf $@ $@.new
+	mvn --batch-mode --quiet --strict-checksums -Dstyle.color=never --file=$< dependency:unpack-dependencies \
+	  -DoutputDirectory=$(CURDIR)/$@.new -DmarkersDirectory=$(CURDIR)/$@.new/markers
+	mv $@.new $@
+	touch $@
+
+# Kafka Connect with a sink and a converter, for the tests and for docs/connect.md.
+.venv/connect: ops/connect/pom.xml ops/connect/fetch.sh | .venv/ready
+	sh ops/connect/fetch.sh $(CURDIR)/$@
+	touch $@
+
 demo: setup
 	$(BIN)/dora run $(CONFIG)
 
@@ -52,7 +65,7 @@ chaos: setup
 # First a browser and Prometheus, for the tests that look through them. Then
 # sessions of their own: vLLM and DeepSpeed each want the process group of their process for
 # themselves, and a chaos run wants the machine.
-test: setup
+test: setup .venv/registry .venv/connect
 	sh ops/test-tools.sh
 	$(BIN)/python -m pytest tests/unit tests/integration -m "not vllm"
 	$(BIN)/python -m pytest tests/integration -m vllm
@@ -73,6 +86,9 @@ format: .venv/ready
 docs: .venv/ready
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python docs/generate_metrics.py
+	$(BIN)/python docs/generate_rights.py
+	$(BIN)/python docs/generate_kafka_users.py
+	$(BIN)/python docs/generate_asyncapi.py
 
 # A picture of the run RUN for the documentation; its Kafka must be up.
 dashboard: .venv/ready
@@ -81,7 +97,8 @@ dashboard: .venv/ready
 # Pins every package without recording where it was downloaded from.
 requirements: | $(filter .uv/bin/uv,$(UV))
 	$(UV) pip compile --quiet --upgrade --python-version 3.11 --override requirements/overrides.txt \
-	  --extra cpu --extra math --extra traces --extra dev --no-header --no-emit-index-url --no-annotate \
+	  --extra cpu --extra math --extra traces --extra registry --extra lakes --extra lineage \
+	  --extra dev --no-header --no-emit-index-url --no-annotate \
 	  pyproject.toml requirements/build.in -o requirements/cpu.txt
 
 clean:

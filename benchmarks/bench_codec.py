@@ -12,6 +12,7 @@ import numpy as np
 from fastavro import schemaless_reader, schemaless_writer
 
 from dora.schemas.codec import decode, encode
+from dora.schemas.framing import RegistryFraming
 from dora.schemas.records import (
     Sampling,
     Trajectory,
@@ -66,6 +67,9 @@ def main() -> None:
     record = trajectory(tokens)
     data = encode(record)
     schema = CURRENT["trajectory"].parsed
+    framing = RegistryFraming({7: CURRENT["trajectory"]}.__getitem__)
+    framing.write_with({"trajectory": 7})
+    named = encode(record, framing)
     datum = schemaless_reader(BytesIO(data[10:]), schema, None)
     rows = {
         "raw fastavro write": microseconds(lambda: schemaless_writer(BytesIO(), schema, datum)),
@@ -74,6 +78,8 @@ def main() -> None:
             lambda: schemaless_reader(BytesIO(data[10:]), schema, None)
         ),
         "decode": microseconds(lambda: decode(data)),
+        "encode under a registry's id": microseconds(lambda: encode(record, framing)),
+        "decode under a registry's id": microseconds(lambda: decode(named, framing)),
         "unpack tokens and log-probabilities": microseconds(
             lambda: (unpack_tokens(record.token_ids), unpack_logprobs(record.logprobs))
         ),

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, model_validator
 
-from dora.config_observability import MetricsSection, TracesSection
+from dora.config_observability import LineageSection, MetricsSection, TracesSection
+from dora.config_registry import RegistrySection
 from dora.config_rollout import RolloutSection
 from dora.config_schedule import ScheduleSection
 from dora.config_section import Hook, Positive, Seconds, Section
@@ -54,6 +55,8 @@ class KafkaSection(Section):
     """`host:port,...` of a cluster; without it `dora run` uses the local broker."""
     properties: dict[str, SecretStr] = {}
     """Any librdkafka property, passed to every client (TLS, SASL, OAuth)."""
+    registry: RegistrySection | None = None
+    """A schema registry; without it records are in Avro's single-object encoding."""
     lanes: Positive = 1
     """Partitions of each version's slot in the chunks and trajectories topics."""
     dispatch_partitions: Annotated[int, Field(ge=2)] = 9
@@ -194,6 +197,8 @@ class Config(Section):
     """Metrics."""
     traces: TracesSection = TracesSection()
     """Traces."""
+    lineage: LineageSection = LineageSection()
+    """Lineage."""
     home: Path = Path(".")
     """Directory that hooks and relative data paths are looked for in; set to the configuration
     file's own when it is read."""
@@ -322,9 +327,10 @@ class Config(Section):
 
     def recorded(self) -> dict[str, Any]:
         """The whole configuration as the ledger keeps it, so that a run can be replayed without its
-        file. How Kafka is reached (addresses, properties) and credentials in a URL are left out."""
+        file. How Kafka is reached (addresses, properties, registry) and credentials in a URL are
+        left out."""
         data = self.model_dump(mode="json")
-        for key in ("bootstrap_servers", "properties"):
+        for key in ("bootstrap_servers", "properties", "registry"):
             data["kafka"].pop(key)
         for section, key in (("weights", "store"), ("traces", "endpoint")):
             url = data[section][key]

@@ -2,7 +2,7 @@
 
 Invariant: what `load_config` returns was checked as a whole, and what it refuses it refuses at
 once: every problem is listed with its key, where it was set and what was expected. Values under
-`kafka.properties` may be secrets and never appear in a message.
+`kafka.properties` and `kafka.registry.properties` may be secrets and never appear in a message.
 """
 
 import difflib
@@ -22,6 +22,9 @@ from dora.errors import ConfigError
 ENVIRONMENT_PREFIX = "DORA_"
 
 Keys = tuple[str, ...]
+_PROPERTIES: tuple[Keys, ...] = (("kafka", "properties"), ("kafka", "registry", "properties"))
+"""Tables of properties that are passed through: their names have dots, their values may be
+secrets."""
 M = TypeVar("M", bound=BaseModel)
 
 _EXPECTED = {
@@ -43,7 +46,8 @@ _EXPECTED = {
 
 @dataclass(frozen=True, slots=True)
 class KafkaOverrides:
-    """What `-b`, `-X` and `--kafka-config` say; stronger than file, environment and `--set`.
+    """What `-b`, `-X`, `--kafka-config` and `--registry` say; stronger than file, environment and
+    `--set`.
 
     `properties` may hold secrets and is left out of `repr`.
     """
@@ -51,6 +55,8 @@ class KafkaOverrides:
     bootstrap_servers: str | None = None
     properties: Mapping[str, str] = field(default_factory=dict, repr=False)
     files: tuple[Path, ...] = ()
+    registry: str | None = None
+    """URL of the schema registry."""
 
     def merged(self) -> dict[str, Any]:
         """The overrides as keys of the section `kafka`; ConfigError if a file cannot be read."""
@@ -149,10 +155,13 @@ class _Draft:
         self._flatten_properties()
 
     def _flatten_properties(self) -> None:
-        # TOML reads `security.protocol = ...` as nested tables; librdkafka names have dots.
-        section = self.data.get("kafka")
-        if isinstance(section, dict) and isinstance(section.get("properties"), dict):
-            section["properties"] = dict(_flat(section["properties"]))
+        # TOML reads `security.protocol = ...` as nested tables; names of properties have dots.
+        for *path, name in _PROPERTIES:
+            section: Any = self.data
+            for key in path:
+                section = section.get(key) if isinstance(section, dict) else None
+            if isinstance(section, dict) and isinstance(section.get(name), dict):
+                section[name] = dict(_flat(section[name]))
 
     def apply_environment(self, environment: Mapping[str, str]) -> None:
         """Apply `DORA_<SECTION>__<KEY>[__<KEY>]`; names of Kafka properties take `_` for `.`."""
@@ -160,8 +169,9 @@ class _Draft:
             if not name.startswith(ENVIRONMENT_PREFIX) or "__" not in name:
                 continue
             keys = tuple(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"))
-            if keys[:2] == ("kafka", "properties") and len(keys) > 2:
-                keys = (*keys[:2], ".".join(keys[2:]).replace("_", "."))
+            table = _table_of_properties(keys)
+            if table and len(keys) > table:
+                keys = (*keys[:table], ".".join(keys[table:]).replace("_", "."))
             if not all(keys):
                 raise ConfigError(f"environment variable {name} names no key")
             self._put(keys, environment[name], f"environment variable {name}")
@@ -172,8 +182,9 @@ class _Draft:
         keys = tuple(part.strip() for part in name.split("."))
         if not separator or len(keys) < 2 or not all(keys):
             raise ConfigError(f"--set {name}: not of the form section.key=value")
-        if keys[:2] == ("kafka", "properties") and len(keys) > 2:
-            keys = (*keys[:2], ".".join(keys[2:]))
+        table = _table_of_properties(keys)
+        if table and len(keys) > table:
+            keys = (*keys[:table], ".".join(keys[table:]))
         self._put(keys, value.strip(), "--set")
 
     def apply_kafka(self, kafka: KafkaOverrides) -> None:
@@ -183,9 +194,11 @@ class _Draft:
             self._put(("kafka", "properties", key), value, "-X or --kafka-config", literal=False)
         for key, value in section.items():
             self._put(("kafka", key), value, "--bootstrap-server", literal=False)
+        if kafka.registry is not None:
+            self._put(("kafka", "registry", "url"), kafka.registry, "--registry", literal=False)
 
     def _put(self, keys: Keys, text: str, origin: str, *, literal: bool = True) -> None:
-        is_property = keys[:2] == ("kafka", "properties") and len(keys) == 3
+        is_property = _table_of_properties(keys) == len(keys) - 1
         table = self.data
         for depth, key in enumerate(keys[:-1], start=1):
             table = table.setdefault(key, {})
@@ -253,7 +266,7 @@ class _Draft:
             expected = f"one of {detail['ctx']['expected'].replace(' or ', ', ')}"
         elif expected is None:
             expected = "a value " + detail["msg"].removeprefix("Input should be ")
-        given = "" if keys[:2] == ("kafka", "properties") else f"{_shown(detail['input'])} given, "
+        given = "" if _table_of_properties(keys) else f"{_shown(detail['input'])} given, "
         return f"{name}{place}: {given}{expected} expected. {_documentation(keys)}".rstrip()
 
     def _place(self, keys: Keys) -> str:
@@ -263,6 +276,11 @@ class _Draft:
                 return f" ({origin})"
         inside = (text for path, text in self._origins.items() if path[: len(keys)] == keys)
         return next((f" ({text})" for text in inside), "")
+
+
+def _table_of_properties(keys: Keys) -> int:
+    """How many of the keys name a table of properties that they are in; 0 if they are in none."""
+    return next((len(path) for path in _PROPERTIES if keys[: len(path)] == path), 0)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -41,6 +41,13 @@ class BusError(DoraError):
     """Kafka refused or did not answer in time; the message names the topic and the address."""
 
 
+class AccessError(BusError):
+    """The cluster refuses who asks: certificate, password or a right; the message names the
+    principal, the operation and the resource, as far as they are known."""
+
+    permanent = True
+
+
 class FencedError(BusError):
     """Another process took over this role; this one must stop and can change nothing any more.
 
@@ -51,6 +58,16 @@ class FencedError(BusError):
 
 class TopicError(BusError):
     """A topic is missing, exists already, or has another shape than the run needs."""
+
+
+class RegistryError(BusError):
+    """The schema registry did not answer in time; the message names its address."""
+
+
+class RegistryRefusal(RegistryError):
+    """The schema registry refused a schema, its compatibility level, or this user."""
+
+    permanent = True
 
 
 class RecordError(DoraError):
@@ -79,6 +96,10 @@ class TaskError(DoraError):
     """Prompts or the verifier of a task cannot be used."""
 
     permanent = True
+
+
+class ExportError(DoraError):
+    """An export's target cannot take what was to be exported; what it holds already is whole."""
 
 
 class RunError(DoraError):

@@ -27,6 +27,10 @@ Point = Literal[
     "worker.trajectory_sent",
     "worker.version_loading",
     "worker.version_loaded",
+    "export.batch_read",
+    "export.version_written",
+    "export.version_placed",
+    "export.version_exported",
 ]
 POINTS: tuple[Point, ...] = get_args(Point)
 """Every point, in the order in which a process passes its own."""

@@ -88,8 +88,11 @@ class World:
             }
         )
 
-    def start(self, config: Config, *, fault: str | None = None) -> "subprocess.Popen[bytes]":
-        """`dora train` in a process of its own, which appends what it says to `log`."""
+    def start(
+        self, config: Config, *options: str, fault: str | None = None
+    ) -> "subprocess.Popen[bytes]":
+        """`dora train` with `options` in a process of its own, which appends what it says to
+        `log`."""
         sections = config.model_dump(mode="json", exclude_defaults=True, exclude={"home"})
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / "run.toml"
@@ -101,7 +104,7 @@ class World:
             environment["DORA_FAULT"] = fault
         with self.log.open("ab") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "dora", "train", str(path)],
+                [sys.executable, "-m", "dora", "train", *options, str(path)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,

@@ -5,16 +5,20 @@ what to do about it. Errors that librdkafka gets over by itself (a broker that i
 are remembered for the message of whatever deadline may pass, and are not raised.
 """
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from confluent_kafka import KafkaError, KafkaException
 
-from dora.bus.settings import ClusterSettings
-from dora.errors import BusError, ConfigError, DoraError, FencedError, TopicError
+from dora.bus.access import CLUSTER, Resource, Right, principal_of
+from dora.bus.settings import ClusterSettings, redacted
+from dora.bus.tls_probe import speaks_tls, tls_problem, uses_tls
+from dora.errors import AccessError, BusError, ConfigError, DoraError, FencedError, TopicError
 
 Client = TypeVar("Client")
+Answer = TypeVar("Answer")
 
 _FENCED = {
     KafkaError._FENCED,
@@ -27,6 +31,13 @@ _FORBIDDEN = {
     KafkaError.CLUSTER_AUTHORIZATION_FAILED,
     KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
 }
+_RESOURCES: dict[int, Resource] = {
+    KafkaError.TOPIC_AUTHORIZATION_FAILED: "Topic",
+    KafkaError.GROUP_AUTHORIZATION_FAILED: "Group",
+    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "TransactionalId",
+}
+_NO_IDEMPOTENCE = Right("Cluster", CLUSTER, "IdempotentWrite")
+"""What a producer needs that may Write to no topic at all (KIP-679)."""
 _UNKNOWN_TOPIC = {
     KafkaError.UNKNOWN_TOPIC_OR_PART,
     KafkaError.UNKNOWN_TOPIC_ID,
@@ -64,6 +75,14 @@ _SETTLING = {
     KafkaError.NOT_COORDINATOR,
     KafkaError.BROKER_NOT_AVAILABLE,
 }
+_FILES = (
+    "ssl.ca.location",
+    "ssl.certificate.location",
+    "ssl.crl.location",
+    "ssl.key.location",
+    "ssl.keystore.location",
+    "sasl.kerberos.keytab",
+)
 _HANDSHAKE = "SSL handshake failed"
 
 
@@ -80,8 +99,16 @@ def is_transient(error: KafkaError) -> bool:
 
 
 def is_hopeless(error: KafkaError) -> bool:
-    """Whether no amount of waiting helps: wrong credentials, certificates or rights."""
+    """Whether no amount of waiting helps: wrong credentials, certificates or rights.
+
+    Rights on groups are not among them: librdkafka asks for its reader's group on its own account.
+    """
     return error.code() in _REFUSED or error.code() == KafkaError._SSL or error.code() in _FORBIDDEN
+
+
+def is_forbidden(error: KafkaError) -> bool:
+    """Whether the cluster says that this principal may not do that."""
+    return error.code() in _FORBIDDEN or error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED
 
 
 class Failures:
@@ -123,14 +150,20 @@ def explain(
     settings: ClusterSettings,
     doing: str,
     seen: Failures | None = None,
+    *,
+    needs: Right | Sequence[Right] = (),
 ) -> BusError:
-    """The error to raise for `error`, which happened while `doing` (a gerund with its object)."""
+    """The error to raise for `error`, which happened while `doing` (a gerund with its object).
+
+    `needs` are the rights that this takes. AccessError for what no waiting helps with:
+    certificates, credentials and rights.
+    """
     if seen is not None and seen.fatal is not None and error.code() not in _FENCED:
         error = seen.fatal
     elif seen is not None and seen.hopeless is not None and error.code() in _UNREACHABLE:
         error = seen.hopeless
     address = settings.bootstrap_servers
-    code, text = error.code(), error.str()
+    code, text = error.code(), redacted(error.str(), settings.properties)
     if code in _FENCED:
         return FencedError(
             f"another process took over while {doing}",
@@ -138,29 +171,26 @@ def explain(
             "silent for longer than kafka.transaction_timeout_seconds)",
         )
     if code in _REFUSED:
-        return BusError(
-            f"Kafka at {address} refused the credentials: {text}",
+        return AccessError(
+            f"Kafka at {address} refused the credentials of {principal_of(settings.properties)}: "
+            f"{text}",
             hint="check security.protocol, sasl.mechanism, sasl.username and sasl.password",
         )
-    reason = seen.reason() if seen is not None else ""
+    reason = redacted(seen.reason(), settings.properties) if seen is not None else ""
     if code == KafkaError._SSL or (code in _UNREACHABLE and _HANDSHAKE in reason):
-        if _HANDSHAKE in reason:
-            text = reason
-        return BusError(
-            f"no TLS connection to Kafka at {address}: {text}",
-            hint="check security.protocol, ssl.ca.location and whether this is the TLS port",
-        )
-    if code in _FORBIDDEN:
-        return BusError(
-            f"Kafka at {address} does not allow {doing}: {text}",
-            hint="give this user the right, or use another one (-X sasl.username=...)",
-        )
+        why = tls_problem(address, settings.properties)
+        return _no_tls(settings, why or (reason if _HANDSHAKE in reason else text))
+    if is_forbidden(error):
+        return _forbidden(error, settings, doing, (needs,) if isinstance(needs, Right) else needs)
     if code in _UNKNOWN_TOPIC:
         return TopicError(
             f"{doing} failed: Kafka at {address} has no such topic or partition ({text})",
             hint="check the run's name with: dora topics describe RUN",
         )
     if code in _UNREACHABLE:
+        told = seen is not None and seen.last_connection is not None
+        if not told and settings.properties.get("security.protocol", "").lower() == "ssl":
+            reason = "TLS works, and then the cluster hangs up: does it want SASL_SSL?"
         detail = f" ({reason})" if reason and reason != text else ""
         return BusError(
             f"Kafka at {address} did not answer while {doing}: {text}{detail}",
@@ -169,23 +199,111 @@ def explain(
     return BusError(f"{doing} failed at Kafka {address}: {text} ({error.name()})")
 
 
+def _no_tls(settings: ClusterSettings, why: str) -> AccessError:
+    return AccessError(
+        f"no TLS connection to Kafka at {settings.bootstrap_servers}: {why}",
+        hint="check security.protocol, ssl.ca.location and whether this is the TLS port",
+    )
+
+
+def missing_rights(
+    settings: ClusterSettings, rights: Sequence[Right], doing: str, *, certain: bool = True
+) -> AccessError:
+    """The error that says who may not do what; `rights` holds at least one, of which all are
+    missing if that is `certain`, else one or more."""
+    principal = principal_of(settings.properties)
+    kinds: dict[str, list[str]] = {}
+    for right in rights:
+        kinds.setdefault(f"{right.operation} on {right.resource}", []).append(right.name)
+    lacked = "; ".join(f"{kind} {', '.join(names)}" for kind, names in kinds.items())
+    who = f"'{principal}'" if principal.startswith("User:") else "User:NAME"
+    alone = f"kafka-acls.sh --add --allow-principal {who} {rights[0].options}"
+    return AccessError(
+        f"Kafka at {settings.bootstrap_servers} does not allow {doing}: {principal} lacks "
+        + ("" if certain or len(rights) == 1 else "one of these: ")
+        + lacked,
+        hint="what each role needs, and how to grant it: dora topics acls RUN"
+        + (f"; this right alone: {alone}" if len(rights) == 1 else ""),
+    )
+
+
+def _forbidden(
+    error: KafkaError, settings: ClusterSettings, doing: str, needs: Sequence[Right]
+) -> AccessError:
+    resource, text = _RESOURCES.get(error.code()), redacted(error.str(), settings.properties)
+    if resource is None:
+        possible = list(needs) or [_NO_IDEMPOTENCE]
+    else:
+        possible = [right for right in needs if right.resource == resource]
+    if possible:
+        named = [
+            right for right in possible if f"{right.name}[" in text or f"{right.name}(" in text
+        ]
+        return missing_rights(settings, named or possible, doing, certain=bool(named))
+    principal = principal_of(settings.properties)
+    return AccessError(
+        f"Kafka at {settings.bootstrap_servers} does not allow {principal} {doing}: {text}",
+        hint="what each role needs, and how to grant it: dora topics acls RUN",
+    )
+
+
 def kafka_error(exception: KafkaException) -> KafkaError:
     """The KafkaError inside an exception."""
     error: KafkaError = exception.args[0]
     return error
 
 
+def called(call: Callable[[], Answer]) -> Answer:
+    """What `call` returns, which may run callbacks; KafkaException if the client fails.
+
+    confluent_kafka raises its fatal error from whatever call reports it. Where a delivery is
+    reported in the same call, Python sees that callback run with an error in hand and makes a
+    SystemError of it.
+    """
+    try:
+        return call()
+    except SystemError as error:
+        if isinstance(error.__cause__, KafkaException):
+            raise error.__cause__ from None
+        raise
+
+
 def make_client(make: Callable[[dict[str, Any]], Client], properties: dict[str, Any]) -> Client:
-    """A client; ConfigError naming the property that librdkafka does not know or accept."""
+    """A client; ConfigError naming the property that librdkafka does not know or accept, or whose
+    file is missing."""
+    for name, value in properties.items():
+        if name in _FILES and value != "probe" and not os.access(value, os.R_OK):
+            raise ConfigError(
+                f"a Kafka property is not accepted: {name} names {value}, which cannot be read",
+                hint="relative paths start where the command runs",
+            )
     try:
         return make(properties)
     except KafkaException as exception:
+        text = redacted(kafka_error(exception).str(), properties)
         raise ConfigError(
-            f"a Kafka property is not accepted: {kafka_error(exception).str()}",
+            f"a Kafka property is not accepted: {text}",
             hint="names and values of properties: librdkafka's CONFIGURATION.md",
-        ) from exception
+        ) from None
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"a Kafka property is not accepted: {error}") from error
+        text = redacted(str(error), properties)
+        raise ConfigError(f"a Kafka property is not accepted: {text}") from None
+
+
+def _refused_connection(settings: ClusterSettings) -> AccessError | None:
+    """What librdkafka retries although it never works: TLS on one side only, or certificates."""
+    servers, properties = settings.bootstrap_servers, settings.properties
+    if uses_tls(properties):
+        why = tls_problem(servers, properties)
+        return None if why is None else _no_tls(settings, why)
+    if not speaks_tls(servers):
+        return None
+    protocol = properties.get("security.protocol", "plaintext")
+    wanted = "SASL_SSL" if protocol.lower().startswith("sasl") else "SSL or SASL_SSL"
+    return AccessError(
+        f"Kafka at {servers} speaks TLS, and this client does not (security.protocol={protocol})",
+        hint=f"set security.protocol to {wanted}, or use the cluster's other port",
+    )
 
 
 def await_answer(
@@ -197,9 +315,11 @@ def await_answer(
 ) -> None:
     """Call `probe(timeout)` until the cluster answers; BusError after `connect_timeout` seconds.
 
-    Wrong credentials or certificates end it at once. `serve` runs the client's callbacks.
+    Wrong credentials or certificates end it at once, and so does a port that speaks TLS to a client
+    that does not. `serve` runs the client's callbacks.
     """
     deadline = time.monotonic() + settings.connect_timeout
+    probed = False
     error: DoraError
     while True:
         remaining = deadline - time.monotonic()
@@ -213,6 +333,10 @@ def await_answer(
             if failures.hopeless is not None or not is_transient(cause):
                 error = explain(cause, settings, doing, failures)
                 raise error from exception
+            if not probed:
+                probed = True
+                if (refusal := _refused_connection(settings)) is not None:
+                    raise refusal from exception
             if time.monotonic() >= deadline:
                 error = explain(
                     cause, settings, f"{doing} for {settings.connect_timeout:g} s", failures

@@ -10,7 +10,6 @@ the log itself.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from math import inf
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +17,7 @@ from typing import Any, Self
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
+from dora.bus.access import Operation, Right
 from dora.bus.failures import (
     Failures,
     await_answer,
@@ -27,11 +27,13 @@ from dora.bus.failures import (
     kafka_error,
     make_client,
 )
+from dora.bus.messages import Message, Unreadable, message_of
 from dora.bus.offsets import Partition, ask_offsets
 from dora.bus.settings import ClusterSettings, Isolation, consumer_properties
 from dora.errors import BusError, DeadlineError
-from dora.schemas.codec import UndecodableCode, UndecodableRecord, decode
-from dora.schemas.records import Record
+from dora.schemas.framing import SchemaAwaited
+
+__all__ = ["BEGINNING", "END", "LogReader", "Message", "Unreadable"]
 
 BEGINNING = -2
 """Offset that stands for the first one that is still there."""
@@ -42,34 +44,14 @@ _TOPIC_GRACE_SECONDS = 10.0
 _IDLE_SECONDS = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Unreadable:
-    """A value that is no record: why (see `UndecodableRecord`), and its bytes."""
-
-    code: UndecodableCode
-    reason: str
-    payload: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A record where it lies in the log. `timestamp_ms` is the writer's clock."""
-
-    topic: str
-    partition: int
-    offset: int
-    key: str | None
-    timestamp_ms: int
-    headers: dict[str, bytes]
-    value: Record | Unreadable
-
-
 class LogReader:
     """Reads assigned partitions from given offsets; see the module's invariant.
 
-    A broker that is away for a while is ridden out: `poll` returns nothing meanwhile. BusError when
-    it stays away for `request_timeout`, when an assigned offset was deleted, or when the cluster
-    refuses; TopicError when the topic does not exist. Not for use from several threads. Messages
+    A broker or schema registry that is away for a while is ridden out: `poll` returns nothing
+    meanwhile, a record whose schema is not known yet waits with those behind it. BusError when it
+    stays away for `request_timeout`, when an assigned offset was deleted, or when the cluster
+    refuses; TopicError when the topic does not exist; ConfigError for a record of dora's in the
+    framing of a schema registry when none is configured. Not for use from several threads. Messages
     whose key `wanted` denies are passed over without being decoded; positions move past them.
     """
 
@@ -90,6 +72,7 @@ class LogReader:
         self._fetched: deque[Any] = deque()
         self._missing_since: dict[Partition, float] = {}
         self._answered = False
+        self._framing = None if settings.registry is None else settings.registry.framing
 
     def assign(self, positions: Mapping[Partition, int]) -> None:
         """Read these partitions from these offsets; ones already assigned move there.
@@ -100,10 +83,9 @@ class LogReader:
         """
         self._await_first_answer()
         concrete = dict(positions)
-        for symbol, find in ((BEGINNING, self.start_offsets), (END, self.end_offsets)):
+        for symbol, place in ((BEGINNING, OFFSET_BEGINNING), (END, OFFSET_END)):
             symbolic = [partition for partition, at in positions.items() if at == symbol]
-            if symbolic:
-                concrete.update(find(symbolic))
+            concrete.update(self._query(symbolic, place, "Read"))
         wrong = [(partition, at) for partition, at in concrete.items() if at < 0]
         if wrong:
             raise ValueError(f"no offset: {wrong[0][1]} for {wrong[0][0]}")
@@ -126,15 +108,25 @@ class LogReader:
         while True:
             if not self._fetched:
                 self._fetch(max_messages, max(0.0, deadline - time.monotonic()))
-            while self._fetched and len(messages) < max_messages:
-                message = self._take(self._fetched.popleft())
+            awaited = False
+            while self._fetched and len(messages) < max_messages and not awaited:
+                raw = self._fetched.popleft()
+                try:
+                    message = self._take(raw)
+                except SchemaAwaited:
+                    self._fetched.appendleft(raw)
+                    awaited = True
+                    continue
                 if message is not None:
                     messages.append(message)
             if messages:
                 return messages
             self._check_answering()
-            if time.monotonic() >= deadline:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 return messages
+            if awaited:
+                time.sleep(min(_IDLE_SECONDS, remaining))
 
     def read_to_end(self, deadline: float) -> Iterator[Message]:
         """Everything that lies between the positions and the ends as of this call.
@@ -149,8 +141,12 @@ class LogReader:
 
         DeadlineError after `deadline` seconds, naming the partition that is farthest behind.
         """
+        yield from self.read_until(self.end_offsets(self._positions), deadline)
+
+    def read_until(self, ends: Mapping[Partition, int], deadline: float) -> Iterator[Message]:
+        """Like `read_to_end`, but each partition to an end of its own, which must not lie behind
+        the readable one."""
         until = time.monotonic() + deadline
-        ends = self.end_offsets(self._positions)
         waiting = {p: end for p, end in ends.items() if self._positions[p] < end}
         paused: list[KafkaPartition] = []
         kept: list[Any] = []
@@ -166,13 +162,22 @@ class LogReader:
                         if waiting.pop(partition, None) is not None:
                             self._pause(partition, paused)
                         continue
-                    message = self._take(self._fetched.popleft())
+                    self._fetched.popleft()
+                    if partition not in waiting and _is_end(raw):
+                        continue  # it may lie behind messages that are kept
+                    try:
+                        message = self._take(raw)
+                    except SchemaAwaited:
+                        self._fetched.appendleft(raw)
+                        time.sleep(_IDLE_SECONDS)
+                        break
                     if self._positions.get(partition, -1) >= waiting.get(partition, inf):
                         del waiting[partition]
                         self._pause(partition, paused)
                     if message is not None:
                         yield message
-                self._catch_up_positions(waiting)
+                if not self._fetched:
+                    self._catch_up_positions(waiting)
                 for partition in [p for p, end in waiting.items() if self._positions[p] >= end]:
                     del waiting[partition]
                     self._pause(partition, paused)
@@ -230,32 +235,23 @@ class LogReader:
             raise explain(error, self._settings, "reading", self._failures) from exception
 
     def _take(self, raw: Any) -> Message | None:
-        """The message, its position noted; None for an event or a key that is not wanted."""
+        """The message, its position noted; None for an event or a key that is not wanted.
+
+        SchemaAwaited, and nothing noted, while the registry has not said what its id means.
+        """
         error = raw.error()
         topic, partition, offset = raw.topic(), raw.partition(), raw.offset()
         if error is not None:
             self._handle(error, (topic, partition), offset)
             return None
         self._failures.down_since = None
-        self._positions[topic, partition] = offset + 1
         key = None if raw.key() is None else raw.key().decode("utf-8", "replace")
         if self._wanted is not None and not self._wanted(key):
+            self._positions[topic, partition] = offset + 1
             return None
-        data = raw.value() or b""
-        value: Record | Unreadable
-        try:
-            value = decode(data)
-        except UndecodableRecord as reason:
-            value = Unreadable(reason.code, reason.reason, data)
-        return Message(
-            topic=topic,
-            partition=partition,
-            offset=offset,
-            key=key,
-            timestamp_ms=raw.timestamp()[1],
-            headers={name: content or b"" for name, content in raw.headers() or ()},
-            value=value,
-        )
+        message = message_of(raw, key, self._framing)
+        self._positions[topic, partition] = offset + 1
+        return message
 
     def _handle(self, error: KafkaError, partition: Partition, offset: int) -> None:
         where = f"{partition[0]}[{partition[1]}]"
@@ -276,11 +272,14 @@ class LogReader:
         if is_unknown_topic(error):
             self._check_topic(partition, error)
             return
-        # Group rights are asked for by librdkafka although no group is used here.
-        if is_transient(error) or error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
+        if error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
+            return  # librdkafka asks for a group although none is used here
+        if is_transient(error):
             self._failures(error)
             return
-        raise explain(error, self._settings, f"reading {where} at {offset}", self._failures)
+        needs = Right("Topic", partition[0], "Read")
+        doing = f"reading {where} at {offset}"
+        raise explain(error, self._settings, doing, self._failures, needs=needs)
 
     def _check_topic(self, partition: Partition, error: KafkaError) -> None:
         """A broker that has just started may not know a topic yet: ask again for a while."""
@@ -335,12 +334,14 @@ class LogReader:
             hint="the broker is slow or away; try again, or allow more time",
         )
 
-    def _query(self, partitions: Iterable[Partition], symbol: int) -> dict[Partition, int]:
+    def _query(
+        self, partitions: Iterable[Partition], symbol: int, operation: Operation = "Describe"
+    ) -> dict[Partition, int]:
         asked = list(partitions)
         if not asked:
             return {}
         self._await_first_answer()
-        return ask_offsets(self._consumer, self._settings, self._failures, asked, symbol)
+        return ask_offsets(self._consumer, self._settings, self._failures, asked, symbol, operation)
 
     def _await_first_answer(self) -> None:
         if not self._answered:
@@ -355,3 +356,8 @@ class LogReader:
 
     def _serve(self) -> None:
         self._fetched.extend(self._consumer.consume(1, 0))
+
+
+def _is_end(raw: Any) -> bool:
+    """Whether this is no message, but the event that the end of its partition was reached."""
+    return raw.error() is not None and raw.error().code() == KafkaError._PARTITION_EOF

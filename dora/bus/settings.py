@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dora.bus.schema_registry import SchemaRegistry
 from dora.config import KafkaSection
 from dora.errors import ConfigError
 
@@ -20,6 +21,9 @@ matters is raised as an error too."""
 LOGGER.addHandler(logging.NullHandler())
 
 _REPEAT_SECONDS = 30.0
+_SECRET_WORDS = ("password", "secret", "token", "key", "jaas", "oauthbearer.config", "user.info")
+_SHORTEST_SECRET = 4
+"""Shorter ones would blank out half of the message, and give themselves away by that."""
 
 
 class _RepeatFilter(logging.Filter):
@@ -67,13 +71,17 @@ OWN_PROPERTIES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """Address and properties of a cluster. Times in seconds, sizes in bytes."""
+    """Address and properties of a cluster. Times in seconds, sizes in bytes.
+
+    With `registry` records are written in Confluent's wire format.
+    """
 
     bootstrap_servers: str
     properties: dict[str, str] = field(default_factory=dict, repr=False)
     connect_timeout: float = 10.0
     request_timeout: float = 120.0
     max_message_bytes: int = 8 * 2**20
+    registry: SchemaRegistry | None = field(default=None, repr=False, compare=False)
 
 
 def cluster_settings(section: KafkaSection) -> ClusterSettings:
@@ -97,6 +105,13 @@ def cluster_settings(section: KafkaSection) -> ClusterSettings:
         connect_timeout=section.connect_timeout_seconds,
         request_timeout=section.request_timeout_seconds,
         max_message_bytes=section.max_message_bytes,
+        registry=None
+        if section.registry is None
+        else SchemaRegistry(
+            section.registry,
+            connect_timeout=section.connect_timeout_seconds,
+            request_timeout=section.request_timeout_seconds,
+        ),
     )
 
 
@@ -191,7 +206,16 @@ def largest_record(settings: ClusterSettings) -> int:
     return max(1000, settings.max_message_bytes - 128)
 
 
-def without_secrets(properties: Mapping[str, str]) -> dict[str, str]:
-    """The properties with everything that may be secret blanked out, for output."""
-    words = ("password", "secret", "token", "key", "jaas", "oauthbearer.config")
-    return {k: "***" if any(w in k for w in words) else v for k, v in properties.items()}
+def is_secret(name: str) -> bool:
+    """Whether the value of a property may be a secret, or hold one."""
+    if name.endswith((".location", ".url")):
+        return False
+    return any(word in name for word in _SECRET_WORDS)
+
+
+def redacted(text: str, properties: Mapping[str, Any]) -> str:
+    """`text` with the values of secret properties blanked out."""
+    for name, value in properties.items():
+        if is_secret(name) and isinstance(value, str) and len(value) >= _SHORTEST_SECRET:
+            text = text.replace(value, "***")
+    return text

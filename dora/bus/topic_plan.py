@@ -5,7 +5,7 @@ where a record belongs.
 """
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from dora.config import Config
@@ -183,3 +183,13 @@ def config_problems(spec: TopicSpec, found: dict[str, str]) -> list[str]:
 def similar_names(name: str, names: Iterable[str]) -> list[str]:
     """At most three names that look like `name`, the most similar first."""
     return difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)
+
+
+def unknown_run_hint(run: str, runs: Sequence[str]) -> str:
+    """What to do where there is no run of that name, but these."""
+    similar = similar_names(run, runs)
+    if similar:
+        return f"did you mean {', '.join(similar)}?"
+    if runs:
+        return f"the runs there are: {', '.join(runs[:20])}"
+    return "there is no run at all; start one with: dora run CONFIG"

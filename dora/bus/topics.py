@@ -7,8 +7,8 @@ uses them later needs no rights on topics. Nothing is deleted unless `delete` is
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from contextlib import suppress
+from typing import Any
 
 from confluent_kafka import (
     ConsumerGroupState,
@@ -19,30 +19,22 @@ from confluent_kafka import (
 )
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
-    AdminClient,
     ConfigResource,
     NewTopic,
     OffsetSpec,
 )
 
-from dora.bus.failures import (
-    Failures,
-    await_answer,
-    explain,
-    is_hopeless,
-    is_transient,
-    kafka_error,
-    make_client,
-)
-from dora.bus.settings import ClusterSettings, client_properties
+from dora.bus.access import Right
+from dora.bus.admin import Admin
+from dora.bus.failures import explain, is_hopeless, is_transient, kafka_error
 from dora.bus.topic_plan import (
     SHOWN_CONFIGS,
     RunTopics,
     TopicInfo,
     TopicSpec,
     config_problems,
-    similar_names,
     topic_plan,
+    unknown_run_hint,
 )
 from dora.errors import DeadlineError, TopicError
 
@@ -56,41 +48,10 @@ __all__ = [
 
 _VISIBLE_SECONDS = 30.0
 _SETTLE_SECONDS = 0.05
-_OVERTIME_SECONDS = 30.0
-
-Result = TypeVar("Result")
 
 
-class TopicAdmin:
-    """Creates, checks, describes and deletes topics.
-
-    Every method raises BusError if the cluster does not answer within `connect_timeout` seconds or
-    refuses.
-    """
-
-    def __init__(self, settings: ClusterSettings, *, client_id: str = "dora-admin") -> None:
-        self._settings = settings
-        self._failures = Failures()
-        properties = {**client_properties(settings, client_id), **settings.properties}
-        self._admin: AdminClient = make_client(
-            AdminClient, {**properties, "error_cb": self._failures}
-        )
-        self._answered = False
-
-    def ping(self) -> None:
-        """BusError, naming the address, unless the cluster answers within `connect_timeout`."""
-        await_answer(
-            lambda timeout: self._admin.list_topics(timeout=timeout),
-            lambda: self._admin.poll(0),
-            self._failures,
-            self._settings,
-            "connecting",
-        )
-        self._answered = True
-
-    def cluster_id(self) -> str:
-        """Id of the cluster."""
-        return str(self._metadata().cluster_id)
+class TopicAdmin(Admin):
+    """Creates, checks, describes and deletes topics."""
 
     def list_runs(self) -> list[str]:
         """Runs that have a ledger and a dispatch topic, in alphabetical order."""
@@ -124,6 +85,7 @@ class TopicAdmin:
             )
         new = [spec for spec in plan if spec.name not in existing]
         if new:
+            self.check_visible([spec.name for spec in new])
             futures = self._admin.create_topics(
                 [
                     NewTopic(
@@ -150,6 +112,7 @@ class TopicAdmin:
         Where the cluster does not let configurations be read, only partitions are compared.
         """
         topics = self._describe([spec.name for spec in plan])
+        self.check_visible([spec.name for spec in plan if spec.name not in topics])
         configs = self._configs(list(topics))
         problems = []
         for spec in plan:
@@ -174,10 +137,14 @@ class TopicAdmin:
             )
 
     def describe(self, run: str) -> list[TopicInfo]:
-        """The run's topics that exist, as they are; empty for an unknown run."""
+        """The run's topics that exist, as they are; empty for an unknown run.
+
+        AccessError if only some may be seen: what is missing must not look like an empty topic.
+        """
         topics = self._topics(run)
         if not topics:
             return []
+        self.check_visible([name for name in RunTopics(run).all if name not in topics])
         configs = self._configs(list(topics))
         places = [
             KafkaPartition(name, partition.id)
@@ -213,38 +180,12 @@ class TopicAdmin:
         )
         for name, future in futures.items():
             try:
-                self._result(future, f"deleting {name}")
+                self._result(future, f"deleting {name}", Right("Topic", name, "Delete"))
             except TopicError:
                 continue  # Gone already: what was wanted.
         self._await(lambda: not set(names) & self._names(), f"{', '.join(names)} to be deleted")
         self._delete_group(f"{run}.trainer")
         return names
-
-    def close(self) -> None:
-        """Let go of the connections."""
-        self._admin.poll(0)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _metadata(self) -> Any:
-        if not self._answered:
-            self.ping()
-        try:
-            return self._admin.list_topics(timeout=self._settings.connect_timeout)
-        except KafkaException as exception:
-            self._admin.poll(0)
-            raise explain(
-                kafka_error(exception), self._settings, "listing topics", self._failures
-            ) from exception
 
     def _names(self) -> set[str]:
         return set(self._metadata().topics)
@@ -306,7 +247,10 @@ class TopicAdmin:
                     error = kafka_error(exception)
                     if not is_transient(error) or time.monotonic() >= deadline:
                         doing = f"asking for offsets of {place.topic}"
-                        raise explain(error, self._settings, doing, self._failures) from exception
+                        needs = Right("Topic", place.topic, "Describe")
+                        raise explain(
+                            error, self._settings, doing, self._failures, needs=needs
+                        ) from exception
             if len(found) < len(places):
                 time.sleep(_SETTLE_SECONDS)
         return found
@@ -321,7 +265,8 @@ class TopicAdmin:
         ]
         if empty:
             for future in self._admin.delete_consumer_groups([group]).values():
-                self._result(future, f"deleting consumer group {group}")
+                needs = Right("Group", group, "Delete")
+                self._result(future, f"deleting consumer group {group}", needs)
 
     def _created(self, name: str, future: "Future[Any]") -> None:
         try:
@@ -339,7 +284,8 @@ class TopicAdmin:
                     hint="check kafka.replication_factor (at most the number of brokers), "
                     "kafka.retention_hours and kafka.max_message_bytes",
                 ) from exception
-            raise explain(error, self._settings, f"creating {name}", self._failures) from exception
+            needs, doing = Right("Topic", name, "Create"), f"creating {name}"
+            raise explain(error, self._settings, doing, self._failures, needs=needs) from exception
 
     def _await_visible(self, partitions: dict[str, int]) -> None:
         def usable() -> bool:
@@ -364,27 +310,6 @@ class TopicAdmin:
                 )
             time.sleep(_SETTLE_SECONDS)
 
-    def _answer(self, future: "Future[Result]", doing: str) -> Result:
-        """What librdkafka answers in time by itself, unless it is stuck."""
-        seconds = self._settings.request_timeout + _OVERTIME_SECONDS
-        try:
-            return future.result(seconds)
-        except TimeoutError:
-            raise DeadlineError(
-                f"Kafka at {self._settings.bootstrap_servers} did not answer to {doing} for "
-                f"{seconds:g} s",
-                hint="look at the broker's log",
-            ) from None
-
-    def _result(self, future: "Future[Result]", doing: str) -> Result:
-        try:
-            return self._answer(future, doing)
-        except KafkaException as exception:
-            self._admin.poll(0)
-            raise explain(
-                kafka_error(exception), self._settings, doing, self._failures
-            ) from exception
-
     def partitions_of(self, run: str) -> dict[str, int]:
         """Partitions of each topic of the run; TopicError, with similar names, without a ledger."""
         partitions = {info.name: info.partitions for info in self.describe(run)}
@@ -393,15 +318,26 @@ class TopicAdmin:
         return partitions
 
     def unknown_run(self, run: str) -> TopicError:
-        """The error to raise when a run has no topics: it names similar runs, if there are any."""
-        runs = self.list_runs()
-        similar = similar_names(run, runs)
-        if similar:
-            hint = f"did you mean {', '.join(similar)}?"
-        elif runs:
-            hint = f"the runs there are: {', '.join(runs[:20])}"
-        else:
-            hint = "there is no run at all; start one with: dora run CONFIG"
+        """The error to raise when a run has no topics: it names similar runs, if there are any.
+
+        AccessError instead if it may have some, which are kept from this user.
+        """
+        self.check_visible(RunTopics(run).all)
         return TopicError(
-            f"Kafka at {self._settings.bootstrap_servers} has no run {run}", hint=hint
+            f"Kafka at {self._settings.bootstrap_servers} has no run {run}",
+            hint=unknown_run_hint(run, self.list_runs()),
         )
+
+    def check_visible(self, names: Sequence[str]) -> None:
+        """AccessError for the first topic that is kept from this user.
+
+        A cluster leaves topics without the right Describe out of its list, and says what they are
+        only where they are asked for by name (whether they exist or not).
+        """
+        if names:
+            futures = self._admin.describe_topics(
+                TopicCollection(list(names)), request_timeout=self._settings.request_timeout
+            )
+            for name, future in futures.items():
+                with suppress(TopicError):
+                    self._result(future, f"describing {name}", Right("Topic", name, "Describe"))

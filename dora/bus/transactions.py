@@ -20,7 +20,7 @@ way on the broker: it is called again.
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
@@ -28,12 +28,13 @@ from typing import Any, Self
 from confluent_kafka import Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
-from dora.bus.failures import explain, kafka_error, make_client
+from dora.bus.access import Right
+from dora.bus.failures import called, explain, kafka_error, make_client
 from dora.bus.offsets import Partition
 from dora.bus.reader import LogReader
 from dora.bus.settings import ClusterSettings, client_properties, transactional_properties
 from dora.bus.writer import Deliveries
-from dora.errors import BusError
+from dora.errors import AccessError, BusError
 from dora.schemas.records import DeadLetter, Record
 
 log = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ class TransactionalWriter:
         self._settings = settings
         self._id = transactional_id
         self._client_id = client_id
+        self._own = [Right("TransactionalId", transactional_id, "Write")]
         # after its own timeout the transaction is lost anyway
         self._overtime = min(_OVERTIME_SECONDS, transaction_timeout)
         self._groups: dict[str, Any] = {}
@@ -147,9 +149,9 @@ class TransactionalWriter:
             raise self._fail(kafka_error(exception), f"beginning as {self._id}") from exception
         try:
             yield Transaction(self)
-        except BaseException:
+        except BaseException as error:
             if self._broken is None:
-                self._abort()
+                self._abort_after(error)
             raise
         self._commit()
 
@@ -235,7 +237,7 @@ class TransactionalWriter:
         except BusError as error:
             if self._deliveries.failures.fatal is not None:
                 self._broken = error
-            elif error is self._deliveries.failed:
+            elif error is self._deliveries.failed and not isinstance(error, AccessError):
                 raise TransactionAbortedError(
                     f"nothing was written: {error.message}", hint=error.hint
                 ) from error
@@ -254,6 +256,10 @@ class TransactionalWriter:
                 doing,
             ),
             doing,
+            [
+                Right("Group", group, "Read"),
+                *(Right("Topic", name, "Read") for name in sorted({t for t, _ in offsets})),
+            ],
         )
 
     def _within(self, call: Callable[[], object], seconds: float, doing: str) -> None:
@@ -287,7 +293,12 @@ class TransactionalWriter:
     def _group_metadata(self, group: str) -> Any:
         # Only a consumer can make a group's metadata; it need not join the group, nor connect.
         consumer = make_client(
-            Consumer, {**client_properties(self._settings, self._client_id), "group.id": group}
+            Consumer,
+            {
+                **client_properties(self._settings, self._client_id),
+                **self._settings.properties,
+                "group.id": group,
+            },
         )
         try:
             return consumer.consumer_group_metadata()
@@ -299,13 +310,16 @@ class TransactionalWriter:
         deadline = time.monotonic() + self._settings.request_timeout
         while True:
             try:
-                self._producer.commit_transaction(_CALL_SECONDS)
+                called(lambda: self._producer.commit_transaction(_CALL_SECONDS))
                 return
             except KafkaException as exception:
                 error = kafka_error(exception)
                 if error.txn_requires_abort():
-                    self._abort()
-                    raise self._aborted(error, doing) from exception
+                    topics = sorted({topic for topic, _ in self._written})
+                    writes = [Right("Topic", topic, "Write") for topic in topics]
+                    cause = self._aborted(error, doing, writes)
+                    self._abort_after(cause)
+                    raise cause from exception
                 if error.fatal() or not _may_be_repeated(error):
                     raise self._fail(error, doing) from exception
                 if time.monotonic() >= deadline:
@@ -316,13 +330,23 @@ class TransactionalWriter:
                     )
                     raise self._broken from exception
 
+    def _abort_after(self, error: BaseException) -> None:
+        if isinstance(error, AccessError):
+            # Kafka knows of no transaction where it refused the first thing in it (KIP-890).
+            with suppress(BusError):
+                self._abort()
+        else:
+            self._abort()
+
     def _abort(self) -> None:
         self._suspect |= self._written
         self._retry(self._producer.abort_transaction, f"aborting as {self._id}")
         # Served now, so that failures of the aborted records do not surface in the next block.
         self._deliveries.serve()
 
-    def _retry(self, call: Callable[[float], object], doing: str) -> None:
+    def _retry(
+        self, call: Callable[[float], object], doing: str, needs: Sequence[Right] = ()
+    ) -> None:
         """Call until it works; raises and marks the writer unusable when it cannot.
 
         An error that demands an abort is raised as TransactionAbortedError: the block that it
@@ -331,30 +355,36 @@ class TransactionalWriter:
         deadline = time.monotonic() + self._settings.request_timeout
         while True:
             try:
-                call(_CALL_SECONDS)
+                called(lambda: call(_CALL_SECONDS))
                 return
             except KafkaException as exception:
                 error = kafka_error(exception)
                 self._deliveries.serve()
                 if error.txn_requires_abort():
-                    raise self._aborted(error, doing) from exception
+                    raise self._aborted(error, doing, needs) from exception
                 if (
                     error.fatal()
                     or not _may_be_repeated(error)
                     or time.monotonic() >= deadline
                     or self._deliveries.failures.hopeless is not None
                 ):
-                    raise self._fail(error, doing) from exception
+                    raise self._fail(error, doing, needs) from exception
 
-    def _aborted(self, error: KafkaError, doing: str) -> TransactionAbortedError:
+    def _aborted(self, error: KafkaError, doing: str, needs: Sequence[Right] = ()) -> BusError:
+        """What the caller gets: nothing was written, and it may try again unless it has no right
+        to."""
         cause = self._deliveries.failed or explain(
-            error, self._settings, doing, self._deliveries.failures
+            error, self._settings, doing, self._deliveries.failures, needs=[*needs, *self._own]
         )
+        if isinstance(cause, AccessError):
+            return cause
         return TransactionAbortedError(f"nothing was written: {cause.message}", hint=cause.hint)
 
-    def _fail(self, error: KafkaError, doing: str) -> BusError:
+    def _fail(self, error: KafkaError, doing: str, needs: Sequence[Right] = ()) -> BusError:
         self._deliveries.serve()
-        self._broken = explain(error, self._settings, doing, self._deliveries.failures)
+        self._broken = explain(
+            error, self._settings, doing, self._deliveries.failures, needs=[*needs, *self._own]
+        )
         return self._broken
 
 

@@ -8,12 +8,22 @@ retried through an absent broker for `request_timeout` seconds.
 import itertools
 import time
 import uuid
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from dora.bus.failures import Failures, await_answer, explain, kafka_error, make_client
+from dora.bus.access import Right
+from dora.bus.failures import (
+    Failures,
+    await_answer,
+    called,
+    explain,
+    kafka_error,
+    make_client,
+)
 from dora.bus.settings import ClusterSettings, largest_record, producer_properties
 from dora.errors import BusError, DeadlineError
 from dora.schemas.codec import encode
@@ -29,12 +39,12 @@ Headers = list[tuple[str, str | bytes | None]]
 class HeaderMaker:
     """CloudEvents 1.0 headers (Kafka protocol binding, binary content mode) for one writer.
 
-    `ce_id` is unique within `ce_source`: a random start and a count. `traceparent` is that of W3C
-    Trace Context.
+    `ce_id` is unique within `ce_source`: a random start and a count. The source is a URI reference,
+    whatever the writer is called. `traceparent` is that of W3C Trace Context.
     """
 
     def __init__(self, client_id: str) -> None:
-        self._client = client_id
+        self._client = quote(client_id, safe="")
         self._start = uuid.uuid4().hex[:16]
         self._count = itertools.count()
         self._fixed: dict[tuple[type[Any], str], Headers] = {}
@@ -70,7 +80,10 @@ class Deliveries:
         self.failures = Failures()
         self.failed: BusError | None = None
         self._failed_size = 0
+        self._topics: set[str] = set()  # that were written to
         self._headers = HeaderMaker(client_id)
+        # Before the first record every schema has its id; a registry that refuses ends it here.
+        self._framing = None if settings.registry is None else settings.registry.prepare()
         self.producer: Producer = make_client(
             Producer, {**properties, "error_cb": self.failures, "on_delivery": self._on_delivery}
         )
@@ -80,18 +93,20 @@ class Deliveries:
 
         The client raises a fatal error from its poll; it is kept, and raised by `raise_failed`.
         """
-        try:
-            self.producer.poll(timeout)
-        except KafkaException as exception:
-            self.failures(kafka_error(exception))
+        self._served(lambda: self.producer.poll(timeout))
 
     def flush(self, timeout: float) -> int:
         """Wait for outstanding deliveries; the number of those left after `timeout` seconds."""
+        left = self._served(lambda: int(self.producer.flush(timeout)))
+        return len(self.producer) if left is None else left
+
+    def _served(self, call: Callable[[], int]) -> int | None:
+        """What `call` returns, which runs callbacks; None if the client raised its fatal error."""
         try:
-            return int(self.producer.flush(timeout))
+            return called(call)
         except KafkaException as exception:
             self.failures(kafka_error(exception))
-            return len(self.producer)
+            return None
 
     def connect(self) -> None:
         """BusError if the cluster does not answer within `connect_timeout`."""
@@ -112,9 +127,10 @@ class Deliveries:
         trace: str | None,
     ) -> None:
         """Queue a record; waits while the queue is full, BusError after `request_timeout`."""
-        value = encode(record)
+        value = encode(record, self._framing)
         where: dict[str, Any] = {} if partition is None else {"partition": partition}
         headers = self._headers.headers(record, trace)
+        self._topics.add(topic)
         deadline: float | None = None
         while True:
             try:
@@ -141,7 +157,8 @@ class Deliveries:
         if self.failed is not None:
             raise self.failed
         if self.failures.fatal is not None:
-            raise explain(self.failures.fatal, self.settings, "writing", self.failures)
+            needs = [Right("Topic", topic, "Write") for topic in sorted(self._topics)]
+            raise explain(self.failures.fatal, self.settings, "writing", self.failures, needs=needs)
 
     def _on_delivery(self, error: KafkaError | None, message: Any) -> None:
         # Records that a failure or an abort throws out of the queue are its consequence.
@@ -166,7 +183,9 @@ class Deliveries:
                 hint="raise kafka.max_message_bytes, and max.message.bytes of the topic if it "
                 "exists already (and the cluster's limit, if it is lower)",
             )
-        return explain(error, self.settings, f"writing {name} ({size} bytes)", self.failures)
+        doing = f"writing {name} ({size} bytes)"
+        needs = Right("Topic", topic, "Write")
+        return explain(error, self.settings, doing, self.failures, needs=needs)
 
 
 class LogWriter:

@@ -18,6 +18,7 @@ def coordinator(config: Config) -> None:
     It rebuilds its state from the log, takes over from an older coordinator, and ends when the run
     is complete.
     """
+    from dora.bus.acls import check_rights
     from dora.bus.settings import cluster_settings
     from dora.bus.topics import TopicAdmin, topic_plan
     from dora.consumers.continuation import check_recorded
@@ -26,6 +27,7 @@ def coordinator(config: Config) -> None:
 
     log_to_stderr()
     settings = cluster_settings(config.kafka)
+    check_rights("coordinator", config.run.name, settings)
     TopicAdmin(settings).verify(topic_plan(config))
     check_recorded(config, settings)
     stop = stop_on_signals()

@@ -262,10 +262,14 @@ def _cluster(config: Config | None, broker_directory: Path) -> Finding:
             return Finding("broker", "ok", f"local, {broker.bootstrap_servers}")
         config = with_broker(config, broker.bootstrap_servers)
     try:
-        TopicAdmin(cluster_settings(config.kafka)).ping()
+        settings = cluster_settings(config.kafka)
+        TopicAdmin(settings).ping()
+        if settings.registry is not None:
+            settings.registry.ping()
     except DoraError as error:
         return Finding("broker", "missing", error.message, error.hint or "")
-    return Finding("broker", "ok", f"{config.kafka.bootstrap_servers} answers")
+    registry = f", schema registry {settings.registry.url} too" if settings.registry else ""
+    return Finding("broker", "ok", f"{config.kafka.bootstrap_servers} answers{registry}")
 
 
 def _show(findings: Sequence[Finding]) -> None:

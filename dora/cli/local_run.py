@@ -22,7 +22,7 @@ from dora.bus.settings import ClusterSettings, cluster_settings
 from dora.bus.topics import TopicAdmin, topic_plan
 from dora.cli.display import Display, PlainDisplay, learning_curve, open_display
 from dora.cli.local_processes import child_command, child_environment, child_specs
-from dora.cli.options import ConfigSource, with_broker
+from dora.cli.options import SECRET_SETS, ConfigSource, registry_arguments, with_broker
 from dora.cli.patience import telling
 from dora.cli.prepare import needs_preparation
 from dora.cli.supervisor import SupervisionError, Supervisor
@@ -151,7 +151,10 @@ class LocalRun:
             )
 
     def _make_topics(self, settings: ClusterSettings) -> None:
-        """Create the topics that are missing, and check the others' shape."""
+        """Create the topics that are missing, and check the others' shape; so with the schemas."""
+        if settings.registry is not None:
+            settings.registry.prepare()
+            self._say(f"schema registry at {settings.registry.url}")
         created = TopicAdmin(settings).create(topic_plan(self._config), exist_ok=True)
         if created:
             self._say(f"created {len(created)} topics of run {self._config.run.name}")
@@ -303,6 +306,7 @@ class LocalRun:
         kafka = self._config.kafka
         command = [sys.executable, "-m", "dora", "audit", self._config.run.name, "--json"]
         command += ["--bootstrap-server", kafka.bootstrap_servers or ""]
+        command += registry_arguments(kafka)
         try:
             done = subprocess.run(
                 command,
@@ -346,10 +350,11 @@ class LocalRun:
     def _how_to_go_on(self) -> str:
         command = ["dora", "run", str(self._source.path)]
         for text in self._source.sets:
-            if not text.startswith("kafka.properties"):
+            if not text.startswith(SECRET_SETS):
                 command += ["--set", text]
         if not self._own_broker and self._config.kafka.bootstrap_servers:
             command += ["-b", self._config.kafka.bootstrap_servers]
+        command += registry_arguments(self._config.kafka)
         return f"the run is safe in its log and goes on with: {shlex.join(command)}"
 
     def _say(self, text: str) -> None:

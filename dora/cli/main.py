@@ -20,6 +20,8 @@ SUPERVISOR = "DORA_SUPERVISOR"
 RANK_PARENT = "DORA_RANK_PARENT"
 PERMANENT = 3
 """Exit code by which a process tells its supervisor that starting it again is of no use."""
+INCOMPLETE = 5
+"""Exit code of a trainer that was asked to end before its work was done, where that matters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,10 @@ COMMANDS: dict[str, Entry] = {
     "audit": Entry("dora.cli.audit:audit", "Prove consistency and exactly-once from the log."),
     "rescore": Entry("dora.cli.rescore:rescore", "Score logged trajectories with a new verifier."),
     "inspect": Entry("dora.cli.inspect_command:inspect", "List trajectories, or look at one."),
+    "export": Entry("dora.cli.export:export", "Write trajectories as Parquet, tables, data sets."),
+    "import": Entry(
+        "dora.cli.import_command:import_command", "Make prompts, or feed a trainer, from files."
+    ),
     "report": Entry("dora.cli.report:report", "Write a run as one HTML file with plots."),
     "broker": Entry("dora.cli.broker:broker", "Start, stop and inspect the local Kafka broker."),
     "topics": Entry("dora.cli.topics:topics", "Create, describe and delete a run's topics."),

@@ -21,6 +21,9 @@ BROKER_DIRECTORY = Path(".dora/broker")
 
 Command = Callable[..., Any]
 
+SECRET_SETS = ("kafka.properties", "kafka.registry.properties")
+"""What `--set` may hold secrets for: not repeated where others see it."""
+
 _SOURCE = "dora.cli.options.source"
 
 
@@ -39,18 +42,22 @@ class ConfigSource:
         """
         arguments = [str(self.path.absolute())]
         for text in self.sets:
-            if not text.strip().startswith("kafka.properties"):
+            if not text.strip().startswith(SECRET_SETS):
                 arguments += ["--set", text]
         if config.kafka.bootstrap_servers:
             arguments += ["--bootstrap-server", config.kafka.bootstrap_servers]
-        return arguments
+        return arguments + registry_arguments(config.kafka)
 
     @staticmethod
     def environment(config: Config) -> dict[str, str]:
         """Environment variables that go with `arguments`."""
+        tables = {"DORA_KAFKA__PROPERTIES__": config.kafka.properties}
+        if config.kafka.registry is not None:
+            tables["DORA_KAFKA__REGISTRY__PROPERTIES__"] = config.kafka.registry.properties
         return {
-            "DORA_KAFKA__PROPERTIES__" + name.replace(".", "_").upper(): value.get_secret_value()
-            for name, value in config.kafka.properties.items()
+            prefix + name.replace(".", "_").upper(): value.get_secret_value()
+            for prefix, properties in tables.items()
+            for name, value in properties.items()
         }
 
 
@@ -70,7 +77,8 @@ def config_argument(*, broker: bool = True) -> Callable[[Command], Command]: ...
 def config_argument(
     command: Command | None = None, /, *, broker: bool = True
 ) -> Command | Callable[[Command], Command]:
-    """Argument CONFIG with `--set`, `-b`, `-X` and `--kafka-config`; the command gets `config`.
+    """Argument CONFIG with `--set`, `-b`, `-X`, `--kafka-config` and `--registry`; the command gets
+    `config`.
 
     With `broker` (the default) `config.kafka.bootstrap_servers` is set: to what was given, or to
     the local broker if it runs; otherwise the command is refused. Use as `@config_argument` or
@@ -86,10 +94,11 @@ def config_argument(
             bootstrap_servers: str | None,
             properties: Mapping[str, str],
             kafka_config: tuple[Path, ...],
+            registry_url: str | None,
             broker_directory: Path,
             **kwargs: Any,
         ) -> Any:
-            overrides = KafkaOverrides(bootstrap_servers, properties, kafka_config)
+            overrides = KafkaOverrides(bootstrap_servers, properties, kafka_config, registry_url)
             config = load_config(config_path, sets=sets, kafka=overrides)
             if broker and config.kafka.bootstrap_servers is None:
                 config = with_broker(config, local_broker(broker_directory))
@@ -107,7 +116,8 @@ def config_argument(
 
 
 def kafka_options(command: Command) -> Command:
-    """`-b`, `-X`, `--kafka-config` and `--broker-dir` for commands that take a run's name.
+    """`-b`, `-X`, `--kafka-config`, `--registry` and `--broker-dir` for commands that take a run's
+    name.
 
     The command gets `kafka`, a `KafkaSection` whose `bootstrap_servers` is set: from `-b`, from
     `DORA_KAFKA__BOOTSTRAP_SERVERS`, or the local broker's; refused when there is none.
@@ -119,11 +129,12 @@ def kafka_options(command: Command) -> Command:
         bootstrap_servers: str | None,
         properties: Mapping[str, str],
         kafka_config: tuple[Path, ...],
+        registry_url: str | None,
         broker_directory: Path,
         **kwargs: Any,
     ) -> Any:
         section = load_kafka_section(
-            kafka=KafkaOverrides(bootstrap_servers, properties, kafka_config)
+            kafka=KafkaOverrides(bootstrap_servers, properties, kafka_config, registry_url)
         )
         if section.bootstrap_servers is None:
             address = local_broker(broker_directory)
@@ -134,8 +145,8 @@ def kafka_options(command: Command) -> Command:
 
 
 def cluster_options(command: Command) -> Command:
-    """`-b`, `-X`, `--kafka-config` and `--broker-dir` for commands that load configurations
-    themselves and start a local broker where no cluster is given.
+    """`-b`, `-X`, `--kafka-config`, `--registry` and `--broker-dir` for commands that load
+    configurations themselves and start a local broker where no cluster is given.
 
     The command gets `overrides`, for `load_config`, and `broker_directory`.
     """
@@ -146,9 +157,10 @@ def cluster_options(command: Command) -> Command:
         bootstrap_servers: str | None,
         properties: Mapping[str, str],
         kafka_config: tuple[Path, ...],
+        registry_url: str | None,
         **kwargs: Any,
     ) -> Any:
-        overrides = KafkaOverrides(bootstrap_servers, properties, kafka_config)
+        overrides = KafkaOverrides(bootstrap_servers, properties, kafka_config, registry_url)
         return command(*args, overrides=overrides, **kwargs)
 
     return _kafka_parameters(wrapper)
@@ -185,6 +197,11 @@ def config_file_option(command: Command) -> Command:
 def sets_option(text: str) -> Callable[[Command], Command]:
     """`--set`, with the help `text`; the command gets `sets`."""
     return click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help=text)
+
+
+def registry_arguments(kafka: KafkaSection) -> list[str]:
+    """Command-line arguments that give another command the schema registry."""
+    return [] if kafka.registry is None else ["--registry", kafka.registry.url]
 
 
 def with_broker(config: Config, address: str) -> Config:
@@ -237,6 +254,12 @@ def _kafka_parameters(command: Command) -> Command:
             type=click.Path(path_type=Path),
             metavar="FILE",
             help="File with librdkafka properties, key=value a line.",
+        ),
+        click.option(
+            "--registry",
+            "registry_url",
+            metavar="URL",
+            help="Schema registry (Confluent's API) that names the records' schemas.",
         ),
         click.option(
             "--broker-dir",

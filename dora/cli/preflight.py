@@ -181,9 +181,13 @@ def _kafka(config: Config, broker_directory: Path) -> Iterator[Check]:
             yield Check("topics", "plan", f"create the topics of {config.run.name}")
             return
         config = with_broker(config, broker.bootstrap_servers)
-    admin = TopicAdmin(cluster_settings(config.kafka))
+    settings = cluster_settings(config.kafka)
+    admin = TopicAdmin(settings)
     admin.ping()
     yield Check("kafka", "ok", f"{config.kafka.bootstrap_servers} answers")
+    if settings.registry is not None:
+        settings.registry.ping()
+        yield Check("schema registry", "ok", f"{settings.registry.url} answers")
     if admin.describe(config.run.name):
         admin.verify(topic_plan(config))
         yield Check("topics", "ok", f"the topics of {config.run.name} are there")

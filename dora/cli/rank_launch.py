@@ -13,12 +13,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 import psutil
 
 from dora.bus.broker_process import free_port
-from dora.cli.main import PERMANENT, RANK_PARENT
+from dora.cli.main import INCOMPLETE, PERMANENT, RANK_PARENT
 from dora.cli.options import ConfigSource
 from dora.cli.supervisor import FENCED, USAGE
 from dora.config import Config
@@ -29,15 +30,18 @@ _GRACE_SECONDS = 30.0
 _HOST = "127.0.0.1"
 
 
-def run_ranks(config: Config, source: ConfigSource, *, supervised: bool) -> int:
-    """Run `trainer.ranks` processes until they end; returns the exit code of all of them."""
+def run_ranks(
+    config: Config, source: ConfigSource, options: Sequence[str] = (), *, supervised: bool
+) -> int:
+    """Run `trainer.ranks` processes `dora train` with `options` until they end; returns the exit
+    code of all of them."""
     world = {"localhost": list(range(config.trainer.ranks))}
     command = [
         *(sys.executable, "-m", "deepspeed.launcher.launch"),
         f"--world_info={base64.urlsafe_b64encode(json.dumps(world).encode()).decode()}",
         *(f"--master_addr={_HOST}", f"--master_port={free_port(set())}"),
         *("--log_level=error", "--no_local_rank", "--module"),
-        *("dora", "train", *source.arguments(config)),
+        *("dora", "train", *options, *source.arguments(config)),
     ]
     environment = os.environ | source.environment(config) | {RANK_PARENT: str(os.getpid())}
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -46,7 +50,7 @@ def run_ranks(config: Config, source: ConfigSource, *, supervised: bool) -> int:
         code = launcher.wait()
     if code == PERMANENT:
         return PERMANENT if supervised else 1
-    return code if code in (0, USAGE, FENCED) else 1
+    return code if code in (0, USAGE, FENCED, INCOMPLETE) else 1
 
 
 def _end_ranks() -> None:

@@ -19,6 +19,7 @@ from dora.cli.options import (
     json_option,
     kafka_options,
     print_line,
+    registry_arguments,
     sets_option,
     timeout_option,
 )
@@ -231,7 +232,7 @@ def _serve(
     command = ["dora", "train", str(config_out or config_file or "CONFIG")]
     if config_out is None:
         command += [part for text in (*sets, f"run.name={name}") for part in ("--set", text)]
-    command += ["-b", str(kafka.bootstrap_servers)]
+    command += ["-b", str(kafka.bootstrap_servers), *registry_arguments(kafka)]
     say = sys.stderr if as_json else sys.stdout
     made = f"made the topics of {name}; " if new else ""
     click.echo(f"{made}start its trainer beside this command:\n  {shlex.join(command)}", file=say)

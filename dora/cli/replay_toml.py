@@ -17,7 +17,7 @@ def to_toml(config: Config) -> str:
     data = config.model_dump(
         mode="json",
         exclude_defaults=True,
-        exclude={"home": True, "kafka": {"bootstrap_servers", "properties"}},
+        exclude={"home": True, "kafka": {"bootstrap_servers", "properties", "registry"}},
     )
     return "\n".join(_tables(data, ())).lstrip("\n") + "\n"
 

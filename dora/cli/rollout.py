@@ -33,6 +33,7 @@ def rollout(config: Config, worker_id: str | None, workers: int | None) -> None:
 
     Each hosts one engine, generates what the coordinator sends, and ends when told to.
     """
+    from dora.bus.acls import check_rights
     from dora.bus.settings import cluster_settings
     from dora.bus.topics import TopicAdmin, topic_plan
     from dora.consumers.continuation import check_recorded
@@ -41,6 +42,7 @@ def rollout(config: Config, worker_id: str | None, workers: int | None) -> None:
 
     log_to_stderr()
     settings = cluster_settings(config.kafka)
+    check_rights("rollout", config.run.name, settings)
     TopicAdmin(settings).verify(topic_plan(config))
     check_recorded(config, settings)
     name = worker_id or f"{socket.gethostname()}-{os.getpid()}"

@@ -1,4 +1,4 @@
-"""`dora topics`: create, describe and delete the topics of a run.
+"""`dora topics`: create, describe and delete the topics of a run, and the rights on them.
 
 Invariant: nothing is deleted without `--yes`; without it the command says what would be.
 """
@@ -10,6 +10,8 @@ import click
 from dora.bus.settings import cluster_settings
 from dora.bus.topics import TopicAdmin, TopicInfo, topic_plan
 from dora.cli.options import config_argument, json_option, kafka_options, print_line
+from dora.cli.topics_acls import acls
+from dora.cli.topics_plan import plan
 from dora.config import Config, KafkaSection
 
 _COLUMNS = ("topic", "id", "partitions", "records", "bytes at most", "kept")
@@ -17,26 +19,39 @@ _COLUMNS = ("topic", "id", "partitions", "records", "bytes at most", "kept")
 
 @click.group()
 def topics() -> None:
-    """Create, describe and delete a run's topics.
+    """Create, describe and delete a run's topics, and grant rights on them.
 
-    A run has seven topics with a fixed number of partitions. `dora run` creates them itself; on a
+    A run has eight topics with a fixed number of partitions. `dora run` creates them itself; on a
     managed cluster create them once with a user that may, and run with one that may not.
     """
+
+
+topics.add_command(plan)
+
+
+topics.add_command(acls)
 
 
 @topics.command()
 @config_argument
 @click.option("--dry-run", is_flag=True, help="Only print what would be created.")
+@click.option(
+    "--exist-ok", is_flag=True, help="Leave those that exist as they are, and check that they fit."
+)
 @json_option
-def create(config: Config, dry_run: bool, as_json: bool) -> None:
-    """Create the topics of the run that CONFIG describes.
+def create(config: Config, dry_run: bool, exist_ok: bool, as_json: bool) -> None:
+    """Create the topics of the run that CONFIG describes, and register its schemas.
 
     Fails, creating nothing, if one of them exists.
     """
     plan = topic_plan(config)
     if not dry_run:
-        with TopicAdmin(cluster_settings(config.kafka)) as admin:
-            admin.create(plan)
+        settings = cluster_settings(config.kafka)
+        if settings.registry is not None:
+            settings.registry.prepare()
+        with TopicAdmin(settings) as admin:
+            made = admin.create(plan, exist_ok=exist_ok)
+        plan = [spec for spec in plan if spec.name in made]
     if as_json:
         described = [
             {
@@ -52,6 +67,8 @@ def create(config: Config, dry_run: bool, as_json: bool) -> None:
         )
         return
     verb = "would create" if dry_run else "created"
+    if not plan:
+        print_line("all of them exist")
     for spec in plan:
         print_line(f"{verb} {spec.name} with {_count(spec.partitions, 'partition')}")
 

@@ -5,14 +5,21 @@ import os
 import click
 
 from dora.cli.coordinator import stop_on_signals
+from dora.cli.main import INCOMPLETE
 from dora.cli.options import config_argument, config_source
 from dora.cli.process_log import log_to_stderr
 from dora.config import Config
 
 
 @click.command()
+@click.option(
+    "--fail-incomplete",
+    is_flag=True,
+    help=f"End with exit code {INCOMPLETE} instead of 0 when asked to end before trainer.steps are "
+    "committed: for supervisors that take 0 for done, such as a Kubernetes Job.",
+)
 @config_argument
-def train(config: Config) -> None:
+def train(config: Config, fail_incomplete: bool) -> None:
     """Run the trainer of the run that CONFIG describes.
 
     It picks batches of finished groups, trains on them, publishes the new version and commits the
@@ -26,9 +33,11 @@ def train(config: Config) -> None:
 
     log_to_stderr()
     follow_launcher()
+    context = click.get_current_context()
     if config.trainer.ranks > 1 and "RANK" not in os.environ:
-        context = click.get_current_context()
-        context.exit(run_ranks(config, config_source(), supervised=bool(context.obj)))
+        options = ("--fail-incomplete",) if fail_incomplete else ()
+        source, supervised = config_source(), bool(context.obj)
+        context.exit(run_ranks(config, source, options, supervised=supervised))
 
     from dora.bus.settings import cluster_settings
     from dora.consumers.ranks import Member, joined
@@ -42,7 +51,13 @@ def train(config: Config) -> None:
             # with torch, which a trainer that only waits does without
             from dora.consumers.rank_follower import RankFollower
 
-            RankFollower(config, settings, ranks).run()
+            complete = RankFollower(config, settings, ranks).run()
         else:
             with observed(config, "trainer", "trainer", settings):
-                Trainer(config, settings, ranks).run(stop)
+                trainer = Trainer(config, settings, ranks)
+                trainer.run(stop)
+            complete = trainer.complete
+            if ranks is not None:
+                ranks.complete = complete
+    if fail_incomplete and not complete:
+        context.exit(INCOMPLETE)

@@ -38,13 +38,16 @@ class RankFollower:
         self._reader = LogReader(settings, client_id=f"trainer-{ranks.rank}")
         self._learner: Learner | None = None
 
-    def run(self) -> None:
-        """Raises RankError when rank 0 is lost, and what Kafka, the model or the disk refuse."""
+    def run(self) -> bool:
+        """Whether the run is complete, once rank 0 says stop.
+
+        Raises RankError when rank 0 is lost, and what Kafka, the model or the disk refuse.
+        """
         try:
             while True:
                 order = self._ranks.next_order()
                 if order["kind"] == "stop":
-                    return
+                    return bool(order["complete"])
                 self._obey(order)
         finally:
             self._reader.close()

@@ -120,6 +120,8 @@ class Leader:
         self.rank, self.world = 0, world
         self.timeout = config.trainer.rank_timeout_seconds
         self.store = store
+        self.complete = False
+        """Whether the run is complete: what the others are told when they are let go."""
         self._links: dict[Peer, Link] = {}
         address = "127.0.0.1" if host in _LOCAL else ""
         with socket.create_server((address, 0)) as server:
@@ -192,7 +194,7 @@ class Leader:
     def close(self) -> None:
         """Let the others go; they end by themselves."""
         for link in self._links.values():
-            link.send({"kind": "stop"})
+            link.send({"kind": "stop", "complete": self.complete})
         self._watch.stop()
         for peer, link in self._links.items():
             end_silent(peer, link)

@@ -55,6 +55,6 @@ def recorded_config(
                 hint="Name a file for this version: --config FILE.",
             ) from error
     config = apply_sets(config, sets)
-    reach = {"bootstrap_servers": kafka.bootstrap_servers, "properties": kafka.properties}
+    reach = {key: getattr(kafka, key) for key in ("bootstrap_servers", "properties", "registry")}
     section = config.kafka.model_copy(update=reach)
     return config.model_copy(update={"kafka": section})

@@ -7,6 +7,7 @@ times in the records stay the recorded ones.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from dora.bus.settings import ClusterSettings
 from dora.consumers.replay_plan import deleted
@@ -31,6 +32,22 @@ class Timed:
 
     seconds: float
     record: Chunk | Trajectory
+
+
+class Recorded(Protocol):
+    """Groups that can be served, in order, as records of the run `name`. `identity` is the recorded
+    run's, `steps` are its committed ones, `without_chunks` the trajectories that were given out
+    without all their chunks."""
+
+    source: str
+    name: str
+    identity: str
+    steps: int
+    admissions: list[Admission]
+    without_chunks: set[str]
+
+    def records(self, group: Admission) -> list[Timed]:
+        """Chunks and trajectories of a group."""
 
 
 class Recording:
@@ -61,6 +78,8 @@ class Recording:
             )
         self.run = run
         self.source = run.run
+        self.identity = identity
+        self.steps = len(run.steps)
         self.name = name
         self.admissions = [replace(each, run=name) for each in run.admissions.values()]
         self.without_chunks: set[str] = set()

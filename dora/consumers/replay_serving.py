@@ -25,7 +25,7 @@ from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
 from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.consumers.ledger import new_state
-from dora.consumers.replay_recording import ChunkKey, Recording, chunk_key
+from dora.consumers.replay_recording import ChunkKey, Recorded, chunk_key
 from dora.consumers.replay_status import ServingStatus
 from dora.core.identity import differences
 from dora.core.recorded_order import startable, stuck
@@ -81,7 +81,7 @@ class ReplayServer:
 
     def __init__(
         self,
-        recording: Recording,
+        recording: Recorded,
         config: Config,
         settings: ClusterSettings,
         *,
@@ -151,7 +151,7 @@ class ReplayServer:
             source=self._recording.source,
             outcome=outcome,
             version=max(self._state.newest, 0),
-            recorded_steps=len(self._recording.run.steps),
+            recorded_steps=self._recording.steps,
             groups=self._next,
             recorded_groups=len(self._recording.admissions),
             trajectories=len(self._written),
@@ -218,7 +218,7 @@ class ReplayServer:
                 pass
 
     def _check_same_kind(self, started: RunStarted) -> None:
-        recorded = json.loads(self._recording.run.started.identity)
+        recorded = json.loads(self._recording.identity)
         found = differences(recorded, json.loads(started.identity))
         changed = [each for each in found if not each.startswith(_FREE)]
         if changed:

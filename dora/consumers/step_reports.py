@@ -1,4 +1,4 @@
-"""What the trainer tells the outside of a ledger entry: metrics, trackers, traces.
+"""What the trainer tells the outside of a ledger entry: metrics, trackers, lineage, traces.
 
 Invariant: only what is committed is told, and nothing of it holds the trainer up.
 """
@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dora.config import Config
 from dora.core.ring import trajectory_id
 from dora.schemas.records import GroupRef, RunStarted, Step
+from dora.telemetry.lineage import lineage_of
 from dora.telemetry.meter import meter
 from dora.telemetry.trace_ids import (
     TraceContext,
@@ -25,18 +26,22 @@ class StepReports:
 
     def __init__(self, config: Config) -> None:
         self._trackers = Trackers(config)
+        self._lineage = lineage_of(config)
         self._run_id = ""
 
     def begin(self, started: RunStarted, recent: Iterable[Step], newest: int) -> None:
         """The trainer goes on after step `newest`; `recent` are the last entries of the ledger."""
         self._run_id = started.run_id
-        self._trackers.begin(started, recent, newest)
+        steps = list(recent)
+        self._trackers.begin(started, steps, newest)
+        self._lineage.begin(started, steps, newest)
 
     def committed(self, step: Step) -> None:
         """An entry is in the ledger."""
         meter().stepped(step)
         if step.kind == "step":
             self._trackers.step(step)
+            self._lineage.step(step)
         if tracer().active:
             for span in spans_of(step, self._run_id):
                 tracer().tell(span)
@@ -44,6 +49,7 @@ class StepReports:
     def close(self) -> None:
         """Log what is left, for a bounded time."""
         self._trackers.close()
+        self._lineage.close()
 
 
 def spans_of(step: Step, run_id: str) -> list[Span]:

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 
+from dora.bus.acls import check_rights
 from dora.bus.reader import END, LogReader, Message, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics, TopicAdmin, topic_plan
@@ -82,6 +83,7 @@ class Trainer:
         self._accepted: Deviation | None = None  # by the recovery, until the next step tells it
         self._following = False  # the reader is at the live versions
         self._live_versions = 0  # most versions with unfinished groups seen since the last step
+        check_rights("trainer", self._run, settings)
         self._admin = TopicAdmin(settings)
         self._admin.ping()
         self._admin.verify(topic_plan(config))
@@ -126,11 +128,11 @@ class Trainer:
                     | {(self._topics.workers, 0): END}
                 )
                 self._following = True
-                while not self._complete and not stop.is_set():
+                while not self.complete and not stop.is_set():
                     self._take_step(stop)
-                if self._ranks is not None and not self._complete:
+                if self._ranks is not None and not self.complete:
                     self._ranks.check(_LAST_LOOK_SECONDS)
-            done = "all steps are committed" if self._complete else "stopped between two steps"
+            done = "all steps are committed" if self.complete else "stopped between two steps"
             log.info("%s: version %d", done, self._state.newest)
             self._heartbeat.say("stopped", done)
         except FencedError:
@@ -152,7 +154,8 @@ class Trainer:
             log.warning("the failure could not be reported: %s", undelivered.message)
 
     @property
-    def _complete(self) -> bool:
+    def complete(self) -> bool:
+        """Whether `trainer.steps` are committed, as far as was read."""
         return self._state.newest >= self._config.trainer.steps
 
     def _prepare(self) -> bool:
@@ -175,7 +178,7 @@ class Trainer:
         self._heartbeat.version = self._state.newest
         if history.started is not None:
             self._reports.begin(history.started, history.recent, self._state.newest)
-        if self._complete:
+        if self.complete:
             return False
         self._heartbeat.say("loading", "loading the model")
         model = starting_model(self._config)

@@ -1,10 +1,10 @@
-"""Records to bytes and back: Avro single-object encoding.
+"""Records to bytes and back: an Avro body behind a prefix that names its schema.
 
 Invariant: `decode(encode(record)) == record`, and any other bytes either decode to a well-formed
-record or raise `UndecodableRecord`, never anything else. A value is `C3 01`, the 8-byte
-little-endian CRC-64-AVRO fingerprint of the schema it was written with, and the Avro body (Avro
-1.12 specification, "Single-object encoding"). Values written with a past schema are resolved to the
-current one.
+record or raise `UndecodableRecord`, never anything else. The prefix is that of Avro's single-object
+encoding, or that of Confluent's wire format where a registry's ids are handed in (see
+`dora.schemas.framing`). Single-object values are read either way. Values written with a past schema
+are resolved to the current one.
 """
 
 import types
@@ -18,6 +18,15 @@ from typing import Any, Literal
 from fastavro import schemaless_reader, schemaless_writer
 from fastavro.read import SchemaResolutionError
 
+from dora.schemas.framing import (
+    LARGEST_ID,
+    MAGIC,
+    REGISTRY_MAGIC,
+    REGISTRY_PREFIX_BYTES,
+    RegistryFraming,
+    UndecodableCode,
+    UndecodableRecord,
+)
 from dora.schemas.records import InvalidRecord, Record
 from dora.schemas.registry import (
     BY_FINGERPRINT,
@@ -29,7 +38,6 @@ from dora.schemas.registry import (
 
 __all__ = ["MAGIC", "SCHEMAS", "UndecodableCode", "UndecodableRecord", "decode", "encode"]
 
-MAGIC = b"\xc3\x01"
 _HEADER_BYTES = len(MAGIC) + 8
 _MALFORMED = (
     ValueError,
@@ -40,29 +48,18 @@ _MALFORMED = (
     SchemaResolutionError,
 )
 
-UndecodableCode = Literal["bad_magic", "unknown_schema", "truncated", "invalid"]
-
 _ToAvro = Callable[[Any], dict[str, Any]]
 _FromAvro = Callable[[dict[str, Any]], Any]
 
 
-class UndecodableRecord(ValueError):
-    """Bytes that are no record.
+def encode(record: Record, framing: RegistryFraming | None = None) -> bytes:
+    """The record as bytes; InvalidRecord if a field's value does not fit its type.
 
-    `code` is `bad_magic` (not single-object encoding), `unknown_schema` (written by a version of
-    dora that this one does not know), `truncated` (bytes missing or left over) or `invalid` (a
-    value that contradicts the schema or the record itself); `reason` says it for people.
+    With `framing` in Confluent's wire format, under the ids that it was given.
     """
-
-    def __init__(self, code: UndecodableCode, reason: str) -> None:
-        super().__init__(f"{code}: {reason}")
-        self.code: UndecodableCode = code
-        self.reason = reason
-
-
-def encode(record: Record) -> bytes:
-    """The record as bytes; InvalidRecord if a field's value does not fit its type."""
     prefix, parsed, to_avro = _ENCODERS[type(record)]
+    if framing is not None:
+        prefix = framing.prefixes[type(record)]
     body = BytesIO()
     body.write(prefix)
     try:
@@ -72,23 +69,30 @@ def encode(record: Record) -> bytes:
     return body.getvalue()
 
 
-def decode(data: bytes) -> Record:
-    """The record that the bytes hold; UndecodableRecord if they hold none."""
-    if data[:2] != MAGIC:
-        raise UndecodableRecord(
-            "bad_magic", f"starts with {data[:2].hex() or 'nothing'}, not with {MAGIC.hex()}"
-        )
-    if len(data) < _HEADER_BYTES:
-        raise UndecodableRecord("truncated", f"{len(data)} bytes are too few for the schema's name")
-    reader = _READERS.get(data[2:_HEADER_BYTES])
-    if reader is None:
-        raise UndecodableRecord(
-            "unknown_schema",
-            f"schema {data[2:_HEADER_BYTES].hex()} is unknown to this version of dora",
-        )
+def decode(data: bytes, framing: RegistryFraming | None = None) -> Record:
+    """The record that the bytes hold; UndecodableRecord if they hold none.
+
+    With `framing` values in Confluent's wire format are read too; SchemaAwaited while the registry
+    has not answered.
+    """
+    if data[:2] == MAGIC:
+        if len(data) < _HEADER_BYTES:
+            raise UndecodableRecord(
+                "truncated", f"{len(data)} bytes are too few for the schema's name"
+            )
+        start = _HEADER_BYTES
+        reader = _READERS.get(data[2:_HEADER_BYTES])
+        if reader is None:
+            raise UndecodableRecord(
+                "unknown_schema",
+                f"schema {data[2:_HEADER_BYTES].hex()} is unknown to this version of dora",
+            )
+    else:
+        start = REGISTRY_PREFIX_BYTES
+        reader = _registry_reader(data, framing)
     writer_schema, reader_schema, from_avro, name = reader
     body = BytesIO(data)
-    body.seek(_HEADER_BYTES)
+    body.seek(start)
     try:
         # A reader schema makes fastavro compare and resolve: left out where both are the same.
         datum = schemaless_reader(body, writer_schema, reader_schema)
@@ -109,6 +113,33 @@ def decode(data: bytes) -> Record:
             raise UndecodableRecord("truncated", f"the bytes end within a {name}") from error
         raise UndecodableRecord("invalid", f"{name}: {error or type(error).__name__}") from error
     return record
+
+
+def _registry_reader(data: bytes, framing: RegistryFraming | None) -> "_Reader":
+    if data[:1] != REGISTRY_MAGIC:
+        raise UndecodableRecord(
+            "bad_magic", f"starts with {data[:2].hex() or 'nothing'}, not with {MAGIC.hex()}"
+        )
+    if len(data) < REGISTRY_PREFIX_BYTES:
+        raise UndecodableRecord("truncated", f"{len(data)} bytes are too few for a schema's id")
+    number = int.from_bytes(data[1:REGISTRY_PREFIX_BYTES], "big")
+    if framing is None:
+        raise UndecodableRecord(
+            "no_registry",
+            f"written with id {number} of a schema registry (Confluent's wire format), and none is "
+            "configured: set kafka.registry.url or --registry",
+        )
+    known: _Reader | None = framing.readers.get(number)
+    if known is not None:
+        return known
+    if not 0 < number <= LARGEST_ID:
+        raise UndecodableRecord("unknown_schema", f"{number} is no id of a schema registry")
+    schema = framing.find(number)
+    # One that is unknown here was written by a newer dora: evolution is FULL_TRANSITIVE, so that it
+    # resolves to ours.
+    reader = _READERS.get(schema.fingerprint) or reader_of(schema)
+    framing.readers[number] = reader
+    return reader
 
 
 def _check_int(bad: Any, names: tuple[str, ...]) -> None:
@@ -202,7 +233,10 @@ _ENCODERS: dict[type[Any], tuple[bytes, dict[str, Any], _ToAvro]] = {
 }
 
 
-def reader_of(schema: Schema) -> tuple[dict[str, Any], dict[str, Any] | None, _FromAvro, str]:
+_Reader = tuple[dict[str, Any], dict[str, Any] | None, _FromAvro, str]
+
+
+def reader_of(schema: Schema) -> _Reader:
     """Writer schema, schema to resolve to (None: the same), conversion and name of the record."""
     current = CURRENT[schema.record]
     resolve_to = None if schema.current else current.parsed

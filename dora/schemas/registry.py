@@ -16,7 +16,13 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
 
-from fastavro.schema import fingerprint, parse_schema, to_parsing_canonical_form
+from fastavro.schema import (
+    SchemaParseException,
+    UnknownType,
+    fingerprint,
+    parse_schema,
+    to_parsing_canonical_form,
+)
 
 from dora.schemas.records import (
     Admission,
@@ -76,6 +82,35 @@ def read_schema(file: Traversable, record: str, *, current: bool) -> Schema:
     return Schema(record, file.name, parsed, schema_fingerprint(parsed), current)
 
 
+_NO_SCHEMA = (
+    *(SchemaParseException, UnknownType),
+    *(LookupError, TypeError, AttributeError, RecursionError),
+)
+
+
+def schema_from_text(text: str, source: str) -> Schema | None:
+    """An Avro schema from elsewhere, if it is one of a dora record (by its full name), else None.
+
+    ValueError when the text is no schema that stands for itself.
+    """
+    try:
+        data = json.loads(text)
+        parsed = parse_schema(data, named_schemas={})
+    except _NO_SCHEMA as error:
+        raise ValueError(str(error) or type(error).__name__) from error
+    record = FULL_NAMES.get(parsed["name"]) if isinstance(parsed, dict) else None
+    if record is None:
+        return None
+    assert isinstance(parsed, dict)
+    return Schema(record, source, parsed, schema_fingerprint(parsed), current=False)
+
+
+def current_text(record: str) -> str:
+    """The schema that a record is written with as JSON on one line, with its documentation."""
+    text = (AVRO_DIRECTORY / f"{record}.avsc").read_text(encoding="utf-8")
+    return json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
+
+
 def _read_all(directory: Traversable) -> tuple[Schema, ...]:
     schemas = [
         read_schema(directory / f"{record}.avsc", record, current=True) for record in RECORD_TYPES
@@ -97,6 +132,9 @@ SCHEMAS: tuple[Schema, ...] = _read_all(AVRO_DIRECTORY)
 
 CURRENT: dict[str, Schema] = {schema.record: schema for schema in SCHEMAS if schema.current}
 """The schema that each record is written with."""
+
+FULL_NAMES: dict[str, str] = {schema.parsed["name"]: name for name, schema in CURRENT.items()}
+"""Records by the full name of their schema: `dora.v1.Chunk` is `chunk`."""
 
 BY_FINGERPRINT: dict[bytes, Schema] = {schema.fingerprint: schema for schema in reversed(SCHEMAS)}
 """All known schemas by fingerprint; a current one wins over an equal past one."""

@@ -159,6 +159,9 @@ _TRAINER = (
              "Committed steps that were trained again from the log after a restart."),
     _counter("trainer", "dora_trainer_tracker_failures_total",
              "Experiment trackers that were switched off because they failed or hung."),
+    _counter("trainer", "dora_trainer_lineage_events_total", "OpenLineage events sent."),
+    _counter("trainer", "dora_trainer_lineage_events_dropped_total",
+             "OpenLineage events dropped because the receiver was away, too slow or refused them."),
 )  # fmt: skip
 
 _WORKER = (

@@ -1,4 +1,5 @@
-"""The HTTP endpoint of a process: `/metrics` for Prometheus and `/health` for whoever restarts it.
+"""The HTTP endpoint of a process: `/metrics` for Prometheus, `/health` for whoever restarts it, and
+`/ready` for whoever counts those that work.
 
 Invariant: it is served by threads of its own, so it answers while the process is busy or stuck, and
 it ends with the process. A port is taken by one process only; who comes later takes the next one.
@@ -85,11 +86,11 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/metrics":
             encode, content_type = choose_encoder(self.headers.get("Accept", ""))
             self._answer(200, content_type, encode(self.meter.registry))
-        elif path == "/health":
-            well, facts = self.meter.health()
+        elif path in ("/health", "/ready"):
+            well, facts = self.meter.health() if path == "/health" else self.meter.ready()
             self._answer(200 if well else 503, "application/json", json.dumps(facts).encode())
         else:
-            self._answer(404, "text/plain; charset=utf-8", b"see /metrics and /health\n")
+            self._answer(404, "text/plain; charset=utf-8", b"see /metrics, /health and /ready\n")
 
     def _answer(self, status: int, content_type: str, body: bytes) -> None:
         self.send_response(status)

@@ -37,6 +37,8 @@ from dora.telemetry.lag import LagProbe
 from dora.telemetry.meter import Meter, Positions
 
 _LOOK_SECONDS = 1.0
+WORKING: tuple[ProcessState, ...] = ("ready", "training", "waiting")
+"""States in which a process does its part of the run, or waits for others to do theirs."""
 
 
 class ExportingMeter(Meter, Collector):
@@ -186,6 +188,13 @@ class ExportingMeter(Meter, Collector):
             "heartbeat_age_seconds": round(self._heartbeat_age(now), 3),
             "late": late,
         }
+
+    def ready(self) -> tuple[bool, dict[str, object]]:
+        """Whether the process is well and does its part now: it has started, its weights are
+        loaded, and (where it hosts several workers) at least one of them can generate."""
+        well, facts = self.health()
+        states = [status.state for status, _ in self._statuses.values()]
+        return well and any(state in WORKING for state in states), facts
 
     def close(self) -> None:
         """See `Meter`."""

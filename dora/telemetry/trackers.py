@@ -95,7 +95,7 @@ class Trackers:
         steps = [step for step in recent if step.kind == "step"]
         directory = self._config.run_directory / "trackers"
         for name, opener in self._openers.items():
-            mark = _Mark(directory / f"{name}.json", started.run_id)
+            mark = Mark(directory / f"{name}.json", started.run_id)
             reached = mark.read()
             left = [step for step in steps if reached < step.version_out <= newest]
             first = min((step.version_out for step in left), default=newest + 1)
@@ -119,7 +119,7 @@ class Trackers:
             channel.join(max(0.0, until - time.monotonic()))
 
 
-class _Mark:
+class Mark:
     """How far a tracker has come, in a file; that of another run says nothing."""
 
     def __init__(self, path: Path, run_id: str) -> None:
@@ -141,7 +141,7 @@ class _Mark:
 class _Channel:
     """One tracker and its thread."""
 
-    def __init__(self, name: str, opener: Open, run: TrackedRun, mark: _Mark) -> None:
+    def __init__(self, name: str, opener: Open, run: TrackedRun, mark: Mark) -> None:
         self._name = name
         self._opener = opener
         self._run = run

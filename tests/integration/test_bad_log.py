@@ -48,8 +48,9 @@ GOOD = trajectory("r", 0, 0, 0, 1.0)
 TOKENS = len(GOOD.token_ids) // 4
 
 BAD: list[tuple[bytes | None, str, str]] = [
-    (b"\x00\x01" + encode(GOOD)[2:], "bad_magic", "starts with 0001, not with c301"),
+    (b"\x01\x01" + encode(GOOD)[2:], "bad_magic", "starts with 0101, not with c301"),
     (b'{"reward": 1}', "bad_magic", "starts with 7b22, not with c301"),
+    (b"\0\0\0\0\7\x08", "no_registry", "written with id 7 of a schema registry"),
     (None, "bad_magic", "starts with nothing"),
     (encode(GOOD)[:-20], "truncated", "the bytes end within a trajectory"),
     (encode(GOOD)[:7], "truncated", "7 bytes are too few for the schema's name"),
@@ -141,11 +142,11 @@ def test_unreadable_trajectories_become_dead_letters_and_the_run_goes_on(
     assert f"{topic}[0]@3" in dead and "from trainer" in dead
     seen = json.loads(small.look("status", "--json").stdout)
     assert (seen["unreadable"], seen["dead_letters"]) == (len(BAD), len(BAD))
-    assert seen["problems"][0].startswith(f"{topic}[0]@0: starts with 0001")
+    assert seen["problems"][0].startswith(f"{topic}[0]@0: starts with 0101")
     audit = small.look("audit", "--no-chunks")
     assert audit.exit_code == 0, audit.output
     said = " ".join(audit.stdout.split())
-    assert "no violation" in said and "cannot be read: bad_magic: starts with 0001" in said
+    assert "no violation" in said and "cannot be read: bad_magic: starts with 0101" in said
 
 
 def test_a_journal_that_cannot_be_read_stops_whoever_needs_it(

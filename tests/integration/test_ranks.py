@@ -15,6 +15,7 @@ import torch
 
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import TopicAdmin, topic_plan
+from dora.cli.main import INCOMPLETE
 from dora.schemas.records import Policy
 from dora.weights.store import WeightStore
 from dora.weights.tensors import read_tensors
@@ -74,10 +75,10 @@ def test_two_ranks_train_what_one_trains_and_end_when_asked_to(world: World) -> 
         world.train(world.config(steps=2, **options))
     plain = another(world, "plain")
     with fed(plain, most=4):
-        process = plain.start(plain.config(steps=4, ranks=2, **options))
+        process = plain.start(plain.config(steps=4, ranks=2, **options), "--fail-incomplete")
         wait_for(lambda: len(plain.steps()) == 2, SECONDS)
         process.send_signal(signal.SIGTERM)
-        finish(plain, process)
+        finish(plain, process, INCOMPLETE)
     assert "stopped between two steps: version 2" in plain.log.read_text()
     assert_gone(plain)
     alike(newest(plain), newest(world))

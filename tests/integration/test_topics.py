@@ -230,6 +230,9 @@ def test_the_command_creates_describes_and_deletes(
     created = run_cli(settings, "create", str(file))
     assert created.exit_code == 0, created.output
     assert f"created {run_name}.steps with 1 partition" in created.output
+    assert run_cli(settings, "create", str(file)).exit_code == 1
+    again = run_cli(settings, "create", str(file), "--exist-ok")
+    assert (again.exit_code, again.output) == (0, "all of them exist\n")
 
     described = json.loads(run_cli(settings, "describe", run_name, "--json").stdout)
     assert described["run"] == run_name

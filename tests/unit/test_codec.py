@@ -247,7 +247,7 @@ def _refusal(data: bytes) -> UndecodableRecord:
     return caught.value
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc3", b"{}", b"\x00\x00\x00\x00\x07hello"])
+@pytest.mark.parametrize("data", [b"", b"\xc3", b"{}", b"\x01\x00\x00\x00\x07hello"])
 def test_bytes_of_another_format_are_bad_magic(data: bytes) -> None:
     assert _refusal(data).code == "bad_magic"
 

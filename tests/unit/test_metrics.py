@@ -234,6 +234,23 @@ def test_a_worker_that_loads_is_not_silent(tmp_path: Path) -> None:
     assert found["dora_coordinator_workers", "stopped"] == 1.0
 
 
+def test_ready_is_who_does_its_part_and_speaks(tmp_path: Path) -> None:
+    clock = Clock()
+    meter = exporter(tmp_path, "rollout", "w0", clock)
+    assert not meter.ready()[0], "nothing was said yet"
+    for state, is_ready in [
+        ("starting", False), ("loading", False), ("ready", True), ("failed", False),
+        ("training", True), ("waiting", True), ("stopped", False),
+    ]:  # fmt: skip
+        meter.heard(status("w0", state))
+        assert meter.ready()[0] == is_ready, state
+        assert meter.health()[0], f"{state} is no reason to be restarted"
+    meter.heard(status("w1"))
+    assert meter.ready()[0], "one of the workers of the process can generate"
+    clock.now += 31.0
+    assert not meter.ready()[0]
+
+
 @pytest.fixture
 def first() -> int:
     return free_port(set())
@@ -272,7 +289,10 @@ def test_an_endpoint_answers_what_it_has_and_nothing_else(tmp_path: Path, first:
     try:
         code, text = ask(f"{url}/metrics")
         assert code == 200 and "dora_trainer_steps_total" in text
-        assert ask(f"{url}/health")[0] == 200
+        assert (ask(f"{url}/health")[0], ask(f"{url}/ready")[0]) == (200, 503)
+        meter.heard(status("trainer", "waiting"))
+        assert ask(f"{url}/ready")[0] == 200
+        meter.heard(status("trainer", "starting"))
         clock.now += 901.0
         code, text = ask(f"{url}/health")
         assert (code, json.loads(text)["late"]) == (503, ["trainer"])

@@ -1,0 +1,102 @@
+"""What every administrator of the cluster shares: the client, its first answer and its errors.
+
+Invariant: every answer has a deadline, and a refusal names who was refused what.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient
+
+from dora.bus.access import Right
+from dora.bus.failures import Failures, await_answer, explain, kafka_error, make_client
+from dora.bus.settings import ClusterSettings, client_properties
+from dora.errors import DeadlineError
+
+_OVERTIME_SECONDS = 30.0
+
+Result = TypeVar("Result")
+
+
+class Admin:
+    """A client that administers.
+
+    Every method raises BusError if the cluster does not answer within `connect_timeout` seconds or
+    refuses.
+    """
+
+    def __init__(self, settings: ClusterSettings, *, client_id: str = "dora-admin") -> None:
+        self._settings = settings
+        self._failures = Failures()
+        properties = {**client_properties(settings, client_id), **settings.properties}
+        self._admin: AdminClient = make_client(
+            AdminClient, {**properties, "error_cb": self._failures}
+        )
+        self._answered = False
+
+    def ping(self) -> None:
+        """BusError, naming the address, unless the cluster answers within `connect_timeout`."""
+        await_answer(
+            lambda timeout: self._admin.list_topics(timeout=timeout),
+            lambda: self._admin.poll(0),
+            self._failures,
+            self._settings,
+            "connecting",
+        )
+        self._answered = True
+
+    def cluster_id(self) -> str:
+        """Id of the cluster."""
+        return str(self._metadata().cluster_id)
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._admin.poll(0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _metadata(self) -> Any:
+        if not self._answered:
+            self.ping()
+        try:
+            return self._admin.list_topics(timeout=self._settings.connect_timeout)
+        except KafkaException as exception:
+            self._admin.poll(0)
+            raise explain(
+                kafka_error(exception), self._settings, "listing topics", self._failures
+            ) from exception
+
+    def _answer(self, future: "Future[Result]", doing: str) -> Result:
+        """What librdkafka answers in time by itself, unless it is stuck."""
+        seconds = self._settings.request_timeout + _OVERTIME_SECONDS
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            raise DeadlineError(
+                f"Kafka at {self._settings.bootstrap_servers} did not answer to {doing} for "
+                f"{seconds:g} s",
+                hint="look at the broker's log",
+            ) from None
+
+    def _result(
+        self, future: "Future[Result]", doing: str, needs: Right | Sequence[Right] = ()
+    ) -> Result:
+        try:
+            return self._answer(future, doing)
+        except KafkaException as exception:
+            self._admin.poll(0)
+            raise explain(
+                kafka_error(exception), self._settings, doing, self._failures, needs=needs
+            ) from exception

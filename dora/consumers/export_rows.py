@@ -1,0 +1,225 @@
+"""Trajectories as rows of a table, in batches of Arrow, and where they come from.
+
+Invariant: a row follows from one counted trajectory and from what the ledger says of its group, so
+that the rows of a closed version never change; what is not known is null, never a number that
+stands for it. At most one batch is held in memory.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dora.consumers.run_log import Placed, RunLog
+from dora.consumers.trajectory_rows import Fate, Fates
+from dora.schemas.records import Trajectory
+
+TOKENS_PER_BATCH = 4_000_000
+"""A batch is given out when it holds so many tokens, also if it has fewer rows than asked for."""
+
+_TIME = pa.timestamp("us", tz="UTC")
+
+_VERSION_RUN = pa.struct(
+    [
+        pa.field("version", pa.int64(), nullable=False),
+        pa.field("tokens", pa.int32(), nullable=False),
+    ]
+)
+_SAMPLING = pa.struct(
+    [
+        pa.field("temperature", pa.float64(), nullable=False),
+        pa.field("top_p", pa.float64(), nullable=False),
+        pa.field("top_k", pa.int32(), nullable=False),
+        pa.field("max_new_tokens", pa.int32(), nullable=False),
+        pa.field("stop_token_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("seed", pa.int64()),
+    ]
+)
+
+SCHEMA = pa.schema(
+    [
+        pa.field("run", pa.string(), nullable=False),
+        pa.field("version", pa.int32(), nullable=False),
+        pa.field("trajectory_id", pa.string(), nullable=False),
+        pa.field("group_id", pa.string(), nullable=False),
+        pa.field("sample", pa.int32(), nullable=False),
+        pa.field("ordinal", pa.int64(), nullable=False),
+        pa.field("purpose", pa.string(), nullable=False),
+        pa.field("state", pa.string(), nullable=False),
+        pa.field("trained_step", pa.int32()),
+        pa.field("staleness", pa.int32()),
+        pa.field("set_aside_reason", pa.string()),
+        pa.field("prompt_token_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("response_token_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("response_logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("response_mask", pa.list_(pa.bool_()), nullable=False),
+        pa.field("generated_tokens", pa.int32(), nullable=False),
+        pa.field("text", pa.string()),
+        pa.field("reward", pa.float64()),
+        pa.field("reward_parts", pa.map_(pa.string(), pa.float64()), nullable=False),
+        pa.field("finish_reason", pa.string(), nullable=False),
+        pa.field("error", pa.string()),
+        pa.field("attempt", pa.int32(), nullable=False),
+        pa.field("chunks", pa.int32(), nullable=False),
+        pa.field("resumed_tokens", pa.int32(), nullable=False),
+        pa.field("version_runs", pa.list_(_VERSION_RUN), nullable=False),
+        pa.field("sampling", _SAMPLING, nullable=False),
+        pa.field("worker", pa.string(), nullable=False),
+        pa.field("engine", pa.string(), nullable=False),
+        pa.field("started_at", _TIME, nullable=False),
+        pa.field("generated_at", _TIME, nullable=False),
+        pa.field("created_at", _TIME, nullable=False),
+        pa.field("kafka_partition", pa.int32(), nullable=False),
+        pa.field("kafka_offset", pa.int64(), nullable=False),
+    ]
+)
+"""One row per counted trajectory, of training and of evaluation.
+
+`state` is `trained`, `set-aside` or `evaluation`; `trained_step` is the version that the step made,
+`staleness` the versions between generation and training. The prompt ends before the first token
+that the policy generated; the lists of the response have the same length, and `response_mask` tells
+generated tokens from those of tools and environments, whose log-probabilities (nats) are 0.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a version in a target came from; the target keeps it as JSON, beside the rows.
+
+    `ranges` are the offsets `[first, end)` of the version in each partition of `topic`, `groups` is
+    how many groups had started under it and `outstanding` how many of them were neither trained nor
+    set aside (of a run that was said to be over). `run_id` tells runs of the same name apart.
+    """
+
+    run: str
+    run_id: str
+    cluster_id: str
+    topic: str
+    version: int
+    ranges: Mapping[int, tuple[int, int]]
+    groups: int
+    dora_version: str
+    outstanding: int = 0
+
+    def to_json(self) -> str:
+        """One line; `from_json` reads it back."""
+        return json.dumps(asdict(self) | {"ranges": {str(p): r for p, r in self.ranges.items()}})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Source":
+        """ValueError if `text` is no such JSON."""
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            ranges = {int(p): (int(a), int(b)) for p, (a, b) in fields.pop("ranges").items()}
+            return cls(ranges=ranges, **fields)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"no source of an export: {error}") from error
+
+
+SOURCE_KEY = "dora.source"
+"""Under this name targets keep the `Source` in file metadata and table properties."""
+
+
+_PLAIN = (
+    "run",
+    "trajectory_id",
+    "group_id",
+    "sample",
+    "ordinal",
+    "purpose",
+    "generated_tokens",
+    "text",
+    "reward",
+    "finish_reason",
+    "error",
+    "attempt",
+    "chunks",
+    "resumed_tokens",
+    "worker",
+    "engine",
+)
+"""Columns that are fields of the record, of the same name."""
+
+
+def batches(
+    log: RunLog,
+    version: int,
+    *,
+    rows: int = 1024,
+    trajectories: Iterable[Placed[Trajectory]] | None = None,
+    fates: Fates | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """The counted trajectories of `version` as batches of `SCHEMA`, at most `rows` each.
+
+    `trajectories` are those of `version`, where somebody else reads them, and `fates` those of the
+    run's groups, where they are known already; else `log` is asked.
+    """
+    fates = Fates(log) if fates is None else fates
+    pending: list[Placed[Trajectory]] = []
+    tokens = 0
+
+    def batch() -> pa.RecordBatch:
+        groups = (log.admissions[each.record.group_id] for each in pending)
+        return batch_of(pending, list(map(fates.of, groups)))
+
+    for placed in log.trajectories({version}) if trajectories is None else trajectories:
+        pending.append(placed)
+        tokens += len(placed.record.mask)
+        if len(pending) >= rows or tokens >= TOKENS_PER_BATCH:
+            yield batch()
+            pending, tokens = [], 0
+    if pending:
+        yield batch()
+
+
+def batch_of(placed: Sequence[Placed[Trajectory]], fates: Sequence[Fate]) -> pa.RecordBatch:
+    """One batch of `SCHEMA`; `fates[i]` is that of the group of `placed[i]`."""
+    records = [each.record for each in placed]
+    # The index of the first generated token; a trajectory without one is all prompt.
+    prompts = [n if (n := r.mask.find(1)) >= 0 else len(r.mask) for r in records]
+    cut = list(zip(records, prompts, strict=True))
+    columns: dict[str, Any] = {name: list(map(attrgetter(name), records)) for name in _PLAIN} | {
+        "version": [r.policy_version for r in records],
+        "state": [fate.state for fate in fates],
+        "trained_step": [fate.step for fate in fates],
+        "staleness": [fate.staleness for fate in fates],
+        "set_aside_reason": [fate.reason for fate in fates],
+        "prompt_token_ids": _lists([r.token_ids[: 4 * n] for r, n in cut], "<i4"),
+        "response_token_ids": _lists([r.token_ids[4 * n :] for r, n in cut], "<i4"),
+        "response_logprobs": _lists([r.logprobs[4 * n :] for r, n in cut], "<f4"),
+        "response_mask": _lists([r.mask[n:] for r, n in cut], "?"),
+        "reward_parts": [list(r.reward_parts.items()) for r in records],
+        "version_runs": [
+            [{"version": run.version, "tokens": run.tokens} for run in r.version_runs]
+            for r in records
+        ],
+        "sampling": _struct([r.sampling for r in records], _SAMPLING),
+        "started_at": [1000 * r.started_ms for r in records],
+        "generated_at": [1000 * r.generated_ms for r in records],
+        "created_at": [1000 * r.created_ms for r in records],
+        "kafka_partition": [each.partition for each in placed],
+        "kafka_offset": [each.offset for each in placed],
+    }
+    arrays = [
+        column if isinstance(column := columns[field.name], pa.Array)
+        else pa.array(column, field.type)
+        for field in SCHEMA
+    ]  # fmt: skip
+    return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+
+
+def _struct(records: Sequence[Any], kind: pa.StructType) -> pa.StructArray:
+    """Records whose attributes are called like the fields of `kind`."""
+    columns = [pa.array(map(attrgetter(f.name), records), f.type) for f in kind]
+    return pa.StructArray.from_arrays(columns, fields=list(kind))
+
+
+def _lists(pieces: Sequence[bytes], kind: str) -> pa.ListArray:
+    """Packed values as lists, without a Python object for each value."""
+    values = np.frombuffer(b"".join(pieces), dtype=kind)
+    ends = np.cumsum([0, *map(len, pieces)]) // values.itemsize
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(values))

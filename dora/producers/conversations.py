@@ -1,0 +1,83 @@
+"""The texts and conversations that a run's prompts were made of.
+
+Invariant: a conversation is given out only if the tokenizer makes of it the very tokens that the
+trajectory was generated for; where the task now has another prompt, nothing is guessed.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dora.config import Config
+from dora.errors import TaskError
+from dora.producers.tasks.base import Task, create_task
+from dora.producers.tasks.hooks import load_hook
+from dora.producers.tokenization import Tokenizer
+
+Messages = list[dict[str, str]]
+
+
+def prompt_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """Text of a prompt's tokens, without those that the tokenizer puts before every text."""
+    front = tokenizer.encode("")
+    own = front and tuple(token_ids[: len(front)]) == front
+    return tokenizer.decode(token_ids[len(front) :] if own else token_ids, special_tokens=True)
+
+
+class RunTexts:
+    """What tokenizer and task of `config`'s run say of tokens.
+
+    The task is opened when a conversation is asked for; TaskError if it cannot be.
+    """
+
+    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._task: Task | None = None
+
+    def prompt(self, token_ids: Sequence[int]) -> str:
+        """Their text, without what the tokenizer puts before every text by itself."""
+        return prompt_text(self._tokenizer, token_ids)
+
+    def response(self, token_ids: Sequence[int]) -> str:
+        """Their text, special tokens included."""
+        return self._tokenizer.decode(token_ids, special_tokens=True)
+
+    def tokens(self, text: str) -> Sequence[int]:
+        """The tokens of a whole text."""
+        return self._tokenizer.encode(text)
+
+    def messages(self, ordinal: int, prompt: Sequence[int]) -> Messages:
+        """The conversation that the training prompt at `ordinal` was made of.
+
+        TaskError if the task gives another one there now. Where the run used no chat template, the
+        prompt is what a user said.
+        """
+        section = self._config.task
+        if not section.chat_template:
+            return [{"role": "user", "content": self.prompt(prompt)}]
+        if self._task is None:
+            self._task = create_task(self._config, self._tokenizer)
+        item = self._task.prompt(ordinal, "train").item
+        messages = self._conversation(item)
+        if self._tokenizer.encode(self._tokenizer.chat(messages), special_tokens=False) != tuple(
+            prompt
+        ):
+            raise TaskError(
+                f"the task {self._task.name} now gives another prompt at ordinal {ordinal} than "
+                "the run's trajectories were generated for",
+                hint="The data set, its library, a task setting or the tokenizer differs from the "
+                "run's. --form text needs the tokenizer only.",
+            )
+        return messages
+
+    def _conversation(self, item: dict[str, Any]) -> Messages:
+        section = self._config.task
+        if section.render:
+            content = load_hook(section.render, self._config.home, "task.render")(item)
+        elif section.kind == "jsonl":
+            content = item[section.prompt_field]
+        else:
+            content = item["question"]
+        if isinstance(content, str):
+            return [{"role": "user", "content": content}]
+        return [{"role": str(m["role"]), "content": str(m["content"])} for m in content]

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -242,11 +243,24 @@ def test_a_catalog_that_cannot_be_reached_is_told_without_its_secrets() -> None:
     assert "--property key=value" in str(caught.value)
 
 
-def test_a_full_disk_is_an_error_with_what_to_do(tmp_path: Path, open_lake: Open) -> None:
+def test_a_disk_that_refuses_a_file_leaves_the_table_as_it_was(
+    tmp_path: Path, open_lake: Open
+) -> None:
     with open_lake(tmp_path) as target:
-        error = target.failed(4, "No space left on device (os error 28)")
-    assert "version 4" in error.message
-    assert error.hint is not None and error.hint.startswith("Free space there")
+        target.write(source(0), version_rows(0))
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))  # bytes
+        try:
+            with pytest.raises(
+                ExportError, match=r"cannot export version 1 to .*File too large"
+            ) as e:
+                target.write(source(1), version_rows(1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert e.value.hint is not None and e.value.hint.startswith("Free space there")
+        assert counted(tmp_path) == {0: 4}
+        target.write(source(1), version_rows(1))
+    assert counted(tmp_path) == {0: 4, 1: 4}
 
 
 def test_a_directory_that_may_not_be_written_to_is_an_error(open_lake: Open) -> None:

@@ -263,6 +263,30 @@ def test_a_disk_that_refuses_a_file_leaves_the_table_as_it_was(
     assert counted(tmp_path) == {0: 4, 1: 4}
 
 
+def test_a_damaged_table_is_told_in_a_line(tmp_path: Path) -> None:
+    with delta(tmp_path / "d") as target:
+        target.write(source(0), version_rows(0))
+    (log,) = (tmp_path / "d" / "_delta_log").glob("*.json")
+    log.write_text("{bad")
+    with pytest.raises(ExportError, match="cannot open the Delta table") as caught:
+        delta(tmp_path / "d")
+    assert "\n" not in caught.value.message
+    with iceberg(tmp_path / "i"):
+        pass
+    (tmp_path / "i" / "catalog.db").write_bytes(b"no database" * 100)
+    with pytest.raises(ExportError, match="file is not a database"):
+        iceberg(tmp_path / "i")
+
+
+def test_names_of_directories_may_have_spaces(tmp_path: Path, open_lake: Open) -> None:
+    home = tmp_path / "my lake"
+    with open_lake(home) as target:
+        target.write(source(0), version_rows(0))
+    assert counted(home) == {0: 4}
+    with pytest.raises(UsageError, match=r"no paths with # or \?"):
+        iceberg(tmp_path / "lake#1")
+
+
 def test_a_directory_that_may_not_be_written_to_is_an_error(open_lake: Open) -> None:
     with pytest.raises(ExportError, match="cannot write to /proc/dora-lake"):
         open_lake(Path("/proc/dora-lake"))

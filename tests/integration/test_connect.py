@@ -35,6 +35,8 @@ from tests.brokers import Cluster
 from tests.connect_worker import ROOT, ConnectWorker, Lake, connector, make_topic
 from tests.schema_registry import Registry
 
+pytestmark = pytest.mark.timeout(900)
+
 PARTITIONS = 3
 BATCH = 30
 DEADLINE = 240.0

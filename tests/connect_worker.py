@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OPS = ROOT / "ops" / "connect"
 JARS = ROOT / ".venv" / "connect"
 CATALOG = "lake"
-START_SECONDS = 120.0
+START_SECONDS = 240.0
 STOP_SECONDS = 60.0
 ANSWER_SECONDS = 90.0
 """Connect's own limit for a request, during a rebalance for example."""

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from dora import faults
-from dora.consumers.export_lake import EXTRA, Guarded, LakeTarget
+from dora.consumers.export_lake import EXTRA, Guarded, LakeTarget, first_line
 from dora.consumers.export_rows import SCHEMA, SOURCE_KEY, Source
 from dora.consumers.export_targets import LOCK, Say, version_of
 from dora.errors import ExportError, UsageError
@@ -87,7 +87,7 @@ class DeltaTarget(LakeTarget):
                     f"another export added version {version} to {self.place} meanwhile",
                     hint="Run the same command again: it goes on after that version.",
                 ) from error
-            raise self.failed(version, str(error)) from error
+            raise self.failed(version, first_line(error)) from error
         self._versions[version] = source
         return self._size(version)
 
@@ -108,7 +108,7 @@ class DeltaTarget(LakeTarget):
             return None
         except (DeltaError, OSError, ValueError) as error:
             raise ExportError(
-                f"cannot open the Delta table {self.place}: {self.hide(str(error))}"
+                f"cannot open the Delta table {self.place}: {self.hide(first_line(error))}"
             ) from error
 
     def _look(self, table: Any) -> dict[int, Source]:

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dora import faults
-from dora.consumers.export_lake import EXTRA, Guarded, LakeTarget
+from dora.consumers.export_lake import EXTRA, Guarded, LakeTarget, first_line
 from dora.consumers.export_rows import SCHEMA, SOURCE_KEY, Source
 from dora.consumers.export_targets import LOCK, PARQUET_OPTIONS, Say, flush, refusal
 from dora.errors import ExportError, UsageError
@@ -79,6 +79,8 @@ class IcebergTarget(LakeTarget):
         properties: Mapping[str, str] | None = None,
     ) -> None:
         if catalog is None:
+            if set("#?") & set(str(place.resolve())):
+                raise UsageError(f"{place.resolve()}: Iceberg has no paths with # or ? in them")
             self._identifier: tuple[str, ...] = (NAMESPACE, run.run)
             self._place = str(place)
         else:
@@ -114,7 +116,7 @@ class IcebergTarget(LakeTarget):
         except _REFUSED as error:
             if guarded.error is not None:
                 raise guarded.error from None
-            raise self.failed(version, _first_line(error)) from error
+            raise self.failed(version, first_line(error)) from error
         if not rows:
             self._discard(path)
         self._versions[version] = source
@@ -144,8 +146,10 @@ class IcebergTarget(LakeTarget):
         except _REFUSED as error:
             raise ExportError(
                 f"cannot open the Iceberg catalog for {self.place}: {type(error).__name__}: "
-                f"{self.hide(_first_line(error))}",
-                hint="Give its properties with --property key=value, or in pyiceberg's own "
+                f"{self.hide(first_line(error))}",
+                hint=None
+                if name is None
+                else "Give its properties with --property key=value, or in pyiceberg's own "
                 "configuration (~/.pyiceberg.yaml, PYICEBERG_CATALOG__<NAME>__<KEY>).",
             ) from None
 
@@ -157,7 +161,7 @@ class IcebergTarget(LakeTarget):
                 return self._create()
         except _REFUSED as error:
             raise ExportError(
-                f"cannot open {self.place}: {type(error).__name__}: {self.hide(_first_line(error))}"
+                f"cannot open {self.place}: {type(error).__name__}: {self.hide(first_line(error))}"
             ) from None
 
     def _create(self) -> Any:
@@ -304,10 +308,3 @@ def _same_columns(schema: Any) -> bool:
     except ValueError:
         return False
     return bool(mine.as_struct() == schema.as_struct())
-
-
-def _first_line(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

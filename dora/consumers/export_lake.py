@@ -20,6 +20,7 @@ from dora.consumers.export_targets import LOCK, Say, refusal
 from dora.errors import ExportError, InUseError, UsageError
 from dora.schemas.records import RunStarted
 
+_FULL = ("no space left", "quota", "file too large")
 EXTRA = "Install dora with its extra `lakes`: pip install 'dora-rl[lakes]'."
 
 
@@ -136,7 +137,7 @@ class LakeTarget(ABC):
     def failed(self, version: int, why: str) -> ExportError:
         """`version` could not be added: `why`, in the words of the library or the system."""
         why = self.hide(why)
-        full = "no space left" in why.lower() or "quota" in why.lower()
+        full = any(text in why.lower() for text in _FULL)
         return ExportError(
             f"cannot export version {version} to {self.place}: {why}",
             hint=("Free space there, or name another place. " if full else "")
@@ -158,3 +159,11 @@ class Guarded:
         except BaseException as error:
             self.error = error
             raise
+
+
+def first_line(error: BaseException) -> str:
+    """What a library said, without the stack that it appends."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -19,7 +19,14 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 
 from dora.bus.access import CLUSTER, ROLES, Grant, Operation, Resource, Right
 from dora.bus.admin import Admin
-from dora.bus.failures import explain, is_forbidden, is_unknown_topic, kafka_error, missing_rights
+from dora.bus.failures import (
+    explain,
+    is_forbidden,
+    is_passing,
+    is_unknown_topic,
+    kafka_error,
+    missing_rights,
+)
 from dora.bus.settings import ClusterSettings
 
 _OPERATIONS: dict[Operation, AclOperation] = {
@@ -38,6 +45,7 @@ _RESOURCES: dict[Resource, ResourceType] = {
     "Cluster": ResourceType.BROKER,
 }
 _ANY_HOST = "*"
+_ASKING_SECONDS = 10.0
 
 
 class AclAdmin(Admin):
@@ -62,8 +70,9 @@ class AclAdmin(Admin):
     def lacking(self, rights: Sequence[Right]) -> list[Right]:
         """Those of `rights` on topics and groups that this user has not (KIP-430).
 
-        A cluster that does not tell allows everything as far as this goes, and so does a topic that
-        does not exist. What is asked of a transactional id shows when it is taken over.
+        A cluster that does not tell, or cannot for the moment (a new one has no coordinator of
+        groups yet), allows everything as far as this goes, and so does a topic that does not exist.
+        What is asked of a transactional id shows when it is taken over.
         """
         self.ping()
         missing = self._lacking_topics([right for right in rights if right.resource == "Topic"])
@@ -76,7 +85,7 @@ class AclAdmin(Admin):
         futures = self._admin.describe_topics(
             TopicCollection(names),
             include_authorized_operations=True,
-            request_timeout=self._settings.request_timeout,
+            request_timeout=min(_ASKING_SECONDS, self._settings.request_timeout),
         )
         return self._unanswered(rights, futures)
 
@@ -87,7 +96,7 @@ class AclAdmin(Admin):
         futures = self._admin.describe_consumer_groups(
             names,
             include_authorized_operations=True,
-            request_timeout=self._settings.request_timeout,
+            request_timeout=min(_ASKING_SECONDS, self._settings.request_timeout),
         )
         return self._unanswered(rights, futures)
 
@@ -100,7 +109,7 @@ class AclAdmin(Admin):
                 allowed = self._answer(future, doing).authorized_operations
             except KafkaException as exception:
                 error = kafka_error(exception)
-                if is_unknown_topic(error):
+                if is_unknown_topic(error) or is_passing(error):
                     continue
                 if not is_forbidden(error):
                     raise explain(error, self._settings, doing, self._failures) from exception

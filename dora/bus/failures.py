@@ -98,6 +98,11 @@ def is_transient(error: KafkaError) -> bool:
     return error.code() in _UNREACHABLE | _MOVING or error.retriable()
 
 
+def is_passing(error: KafkaError) -> bool:
+    """Whether the same request may be answered later, with or without librdkafka's own trying."""
+    return is_transient(error) or error.code() in _SETTLING
+
+
 def is_hopeless(error: KafkaError) -> bool:
     """Whether no amount of waiting helps: wrong credentials, certificates or rights.
 

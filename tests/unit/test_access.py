@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from confluent_kafka import KafkaError
 
 import dora.bus
 from dora.bus.access import (
@@ -19,7 +20,7 @@ from dora.bus.access import (
     rights_rows,
     script,
 )
-from dora.bus.failures import missing_rights
+from dora.bus.failures import is_passing, missing_rights
 from dora.bus.settings import ClusterSettings, is_secret, redacted
 from dora.bus.topic_plan import RunTopics
 from tests.small_run import dora as command
@@ -243,3 +244,17 @@ def test_the_page_shows_the_rights_as_they_are() -> None:
         check=False,
     )
     assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "passing"),
+    [
+        (KafkaError.NOT_COORDINATOR, True),
+        (KafkaError.COORDINATOR_LOAD_IN_PROGRESS, True),
+        (KafkaError._TIMED_OUT, True),
+        (KafkaError.GROUP_AUTHORIZATION_FAILED, False),
+        (KafkaError._AUTHENTICATION, False),
+    ],
+)
+def test_a_cluster_that_cannot_tell_rights_yet_refuses_nobody(code: int, passing: bool) -> None:
+    assert is_passing(KafkaError(code)) is passing

@@ -138,7 +138,7 @@ class RegistryClient:
         except ImportError as error:
             raise ConfigError(
                 f"kafka.registry needs a package that is not installed: {error.name or error}",
-                hint="pip install 'dora[registry]'",
+                hint="pip install 'dora-rl[registry]'",
             ) from error
         properties: dict[str, Any] = {
             name: _number(name, value.get_secret_value())

@@ -22,6 +22,7 @@ TOKENS_PER_BATCH = 4_000_000
 """A batch is given out when it holds so many tokens, also if it has fewer rows than asked for."""
 
 _TIME = pa.timestamp("us", tz="UTC")
+_FIRST_MS, _LAST_MS = -62_135_596_800_000, 253_402_300_799_999
 
 _VERSION_RUN = pa.struct(
     [
@@ -198,9 +199,9 @@ def batch_of(placed: Sequence[Placed[Trajectory]], fates: Sequence[Fate]) -> pa.
             for r in records
         ],
         "sampling": _struct([r.sampling for r in records], _SAMPLING),
-        "started_at": [1000 * r.started_ms for r in records],
-        "generated_at": [1000 * r.generated_ms for r in records],
-        "created_at": [1000 * r.created_ms for r in records],
+        "started_at": [_microseconds(r.started_ms) for r in records],
+        "generated_at": [_microseconds(r.generated_ms) for r in records],
+        "created_at": [_microseconds(r.created_ms) for r in records],
         "kafka_partition": [each.partition for each in placed],
         "kafka_offset": [each.offset for each in placed],
     }
@@ -210,6 +211,11 @@ def batch_of(placed: Sequence[Placed[Trajectory]], fates: Sequence[Fate]) -> pa.
         for field in SCHEMA
     ]  # fmt: skip
     return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+
+
+def _microseconds(milliseconds: int) -> int:
+    """A clock's nonsense becomes the nearest time that a calendar has: years 1 to 9999."""
+    return 1000 * max(_FIRST_MS, min(_LAST_MS, milliseconds))
 
 
 def _struct(records: Sequence[Any], kind: pa.StructType) -> pa.StructArray:

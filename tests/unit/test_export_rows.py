@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,17 @@ def test_the_response_begins_with_the_first_generated_token_and_keeps_what_tools
     assert row["response_mask"] == [True, False, True]
     assert row["response_logprobs"] == [-1.0, 0.0, -0.5]
     assert row["generated_tokens"] == 2
+
+
+@pytest.mark.parametrize(("forged", "year"), [(2**63 - 1, 9999), (-(2**63), 1)])
+def test_times_that_no_calendar_has_do_not_end_an_export(forged: int, year: int) -> None:
+    made = replace(
+        trajectory(admission(0, 1)), started_ms=forged, generated_ms=forged, created_ms=forged
+    )
+    row = one(made)
+    for name in ("started_at", "generated_at", "created_at"):
+        found = row[name]
+        assert isinstance(found, datetime) and found.year == year
 
 
 def test_a_trajectory_without_a_generated_token_is_all_prompt() -> None:

@@ -592,7 +592,7 @@ def test_a_broker_that_is_not_there_is_reported_within_the_timeout() -> None:
 
 def test_tls_to_a_plain_port_is_reported_as_such(settings: ClusterSettings) -> None:
     wrong = ClusterSettings(
-        settings.bootstrap_servers, {"security.protocol": "ssl"}, connect_timeout=2.0
+        settings.bootstrap_servers, {"security.protocol": "ssl"}, connect_timeout=6.0
     )
     with pytest.raises(BusError, match=r"no TLS connection.*PLAINTEXT broker listener") as caught:
         TopicAdmin(wrong).ping()

@@ -8,7 +8,6 @@ retried through an absent broker for `request_timeout` seconds.
 import itertools
 import time
 import uuid
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
@@ -31,6 +30,7 @@ from dora.schemas.records import Record
 from dora.schemas.registry import RECORD_NAMES
 
 _QUEUE_FULL_WAIT_SECONDS = 0.05
+_FLUSH_TURN_SECONDS = 0.1
 _CLOSE_SECONDS = 10.0
 
 Headers = list[tuple[str, str | bytes | None]]
@@ -93,20 +93,24 @@ class Deliveries:
 
         The client raises a fatal error from its poll; it is kept, and raised by `raise_failed`.
         """
-        self._served(lambda: self.producer.poll(timeout))
-
-    def flush(self, timeout: float) -> int:
-        """Wait for outstanding deliveries; the number of those left after `timeout` seconds."""
-        left = self._served(lambda: int(self.producer.flush(timeout)))
-        return len(self.producer) if left is None else left
-
-    def _served(self, call: Callable[[], int]) -> int | None:
-        """What `call` returns, which runs callbacks; None if the client raised its fatal error."""
         try:
-            return called(call)
+            called(lambda: self.producer.poll(timeout))
         except KafkaException as exception:
             self.failures(kafka_error(exception))
-            return None
+
+    def flush(self, timeout: float) -> int:
+        """Wait for outstanding deliveries; the number of those left after `timeout` seconds.
+
+        By polls: the client's own flush goes on with callbacks after its fatal error, which then
+        may get lost.
+        """
+        until = time.monotonic() + timeout
+        while (left := len(self.producer)) and self.failures.fatal is None:
+            wait = until - time.monotonic()
+            if wait <= 0:
+                break
+            self.serve(min(wait, _FLUSH_TURN_SECONDS))
+        return left
 
     def connect(self) -> None:
         """BusError if the cluster does not answer within `connect_timeout`."""

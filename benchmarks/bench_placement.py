@@ -18,9 +18,9 @@ import time
 from collections import defaultdict
 
 from dora.core.coordination import Coordination, Decision, Rules
+from dora.core.holdings import holding
 from dora.core.prefixes import Prefix
 from dora.core.ring import trajectory_id
-from dora.core.roster import holding
 from dora.core.schedules import Schedule
 from dora.core.window import Window
 from dora.schemas.records import (

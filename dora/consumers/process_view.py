@@ -5,7 +5,7 @@ Invariant: a process is alive only if it spoke within the time that its state al
 
 from dataclasses import dataclass, field
 
-from dora.core.roster import PATIENT
+from dora.core.process_states import PATIENT
 from dora.schemas.records import Status
 
 

@@ -28,9 +28,9 @@ from dora.consumers.ledger import new_state
 from dora.consumers.replay_recording import ChunkKey, Recorded, chunk_key
 from dora.consumers.replay_status import ServingStatus
 from dora.core.identity import differences
+from dora.core.process_states import GONE
 from dora.core.recorded_order import startable, stuck
 from dora.core.ring import JOURNAL, partition, trajectory_id
-from dora.core.roster import GONE
 from dora.core.state import finished_facts
 from dora.errors import DeadlineError, RunError
 from dora.schemas.records import (

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dora.bus.topics import RunTopics
 from dora.bus.writer import LogWriter
 from dora.config import Config
-from dora.core.roster import holding
+from dora.core.holdings import holding
 from dora.schemas.records import ProcessState, Status
 
 WORKER = "replay"

@@ -38,7 +38,7 @@ from dora.consumers.recovery import Deviation, Recovery, places_of
 from dora.consumers.retention import check_ledger, check_retention
 from dora.consumers.step_reports import StepReports
 from dora.consumers.weight_users import WeightUsers
-from dora.core.roster import GONE
+from dora.core.process_states import GONE
 from dora.core.window import Window
 from dora.errors import BusError, DoraError, FencedError, RunError
 from dora.schemas.records import (

@@ -10,8 +10,8 @@ from typing import Literal
 
 from dora.consumers.process_view import ProcessView
 from dora.core.groups import Group
+from dora.core.process_states import PATIENT
 from dora.core.ring import trajectory_id
-from dora.core.roster import PATIENT
 from dora.core.state import RunState
 from dora.core.window import Blocked, enough, pick_batch
 from dora.schemas.records import Chunk, Command

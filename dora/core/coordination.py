@@ -16,10 +16,12 @@ from dataclasses import replace
 from dora.core.decisions import RUN_COMPLETE, Decision, Rules, Yield
 from dora.core.dispatching import Dispatch
 from dora.core.history import History, PromptOf
+from dora.core.holdings import parse_holding
 from dora.core.placement import Admit, Plan, Unplaced, due_evaluations
 from dora.core.prefixes import Prefix
+from dora.core.process_states import GONE
 from dora.core.ring import eval_group_id, parse_trajectory_id, trajectory_id
-from dora.core.roster import GONE, Roster, parse_holding
+from dora.core.roster import Roster
 from dora.core.state import RunState, finished_facts
 from dora.core.waiting import Waiting
 from dora.schemas.records import (

@@ -13,40 +13,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from dora.core.holdings import Hold, holding, parse_holding
 from dora.core.placement import WorkerView
 from dora.core.pool import Pool
+from dora.core.process_states import GONE, PATIENT, USABLE
 from dora.core.speeds import Speeds
-from dora.schemas.records import Command, ProcessState, Status
+from dora.schemas.records import Command, Status
 
-USABLE: frozenset[ProcessState] = frozenset({"ready"})
-GONE: frozenset[ProcessState] = frozenset({"failed", "stopped"})
-PATIENT: frozenset[ProcessState] = frozenset({"starting", "loading"})
 RELIEVED = 0.05
 """Memory counts as relieved this share of the cache below the threshold: nothing flickers."""
-
-
-def holding(trajectory_id: str, attempt: int) -> str:
-    """How a worker names an attempt in `Status.running`."""
-    return f"{trajectory_id}#{attempt}"
-
-
-def parse_holding(text: str) -> tuple[str, int]:
-    """Trajectory id and attempt of an entry of `Status.running`; ValueError when malformed."""
-    trajectory_id, separator, attempt = text.rpartition("#")
-    if not separator or not attempt.isdecimal():
-        raise ValueError(f"{text!r} names no attempt: it must read <trajectory id>#<attempt>")
-    return trajectory_id, int(attempt)
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """An attempt in the hands of a worker; `moving`: it was told to hand it over."""
-
-    worker: str
-    incarnation: str
-    attempt: int
-    sent_at: float
-    moving: bool = False
 
 
 @dataclass(slots=True)

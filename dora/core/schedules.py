@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from dora.core.roster import GONE, Member
+from dora.core.process_states import GONE
+from dora.core.roster import Member
 from dora.core.state import RunState
 from dora.schemas.records import Command, Status
 

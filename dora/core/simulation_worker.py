@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from dora.core.device import Device
-from dora.core.roster import holding
+from dora.core.holdings import holding
 from dora.core.simulation_bus import Events
 from dora.core.simulation_measures import Tally
 from dora.core.simulation_records import RUN, handover, trajectory

@@ -23,8 +23,8 @@ from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
 from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.core.coordination import Coordination, Decision, Rules
+from dora.core.process_states import GONE
 from dora.core.ring import JOURNAL, partition, trajectory_id, worker_partition
-from dora.core.roster import GONE
 from dora.core.schedules import Schedule
 from dora.core.window import Window
 from dora.errors import DeadlineError

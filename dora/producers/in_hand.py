@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from dora.bus.writer import LogWriter
 from dora.config import Config
-from dora.core.roster import holding
+from dora.core.holdings import holding
 from dora.producers.attempt_writer import AttemptWriter
 from dora.producers.emulated_scoring import EmulatedScorer
 from dora.producers.engines.base import Delta, Engine

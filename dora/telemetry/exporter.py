@@ -21,7 +21,8 @@ from prometheus_client.registry import Collector
 
 from dora.bus.settings import ClusterSettings
 from dora.config import Config
-from dora.core.roster import GONE, PATIENT, Roster
+from dora.core.process_states import GONE, PATIENT
+from dora.core.roster import Roster
 from dora.core.state import RunState
 from dora.schemas.records import Admission, Command, ProcessState, Record, Status, Step
 from dora.telemetry.catalogue import (

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from dora.core import ring
-from dora.core.roster import holding
+from dora.core.holdings import holding
 from dora.producers.engines.base import Delta
 from dora.producers.generation import Attempt
 from dora.producers.tasks.base import Prompt

@@ -7,11 +7,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dora.core.coordination import Coordination, Decision, Rules
+from dora.core.holdings import holding
 from dora.core.placement import WorkerView
 from dora.core.pool import Pool
 from dora.core.prefixes import Prefix
 from dora.core.rebalancing import Rebalancing, shares
-from dora.core.roster import holding
 from dora.core.schedules import Schedule
 from dora.core.speeds import FASTEST, Speeds
 from dora.core.waiting import Waiting

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from dora.core.roster import Roster, holding
+from dora.core.holdings import holding
+from dora.core.roster import Roster
 from dora.schemas.records import Command, Status
 
 READY = Status(

@@ -11,15 +11,16 @@ import threading
 import time
 
 from dora.bus.acls import check_rights
-from dora.bus.reader import END, LogReader, Message, Unreadable
+from dora.bus.reader import END, LogReader
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics, TopicAdmin, topic_plan
-from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
+from dora.bus.transactions import TransactionalWriter
 from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.consumers.batch_wait import BatchWait
 from dora.consumers.checkpoints import Checkpoints
 from dora.consumers.heartbeat import PROCESS, Heartbeat
+from dora.consumers.intake import Intake
 from dora.consumers.learning import Learning, create_learner, starting_model
 from dora.consumers.ledger import (
     History,
@@ -38,17 +39,12 @@ from dora.consumers.recovery import Deviation, Recovery, places_of
 from dora.consumers.retention import check_ledger, check_retention
 from dora.consumers.step_reports import StepReports
 from dora.consumers.weight_users import WeightUsers
-from dora.core.process_states import GONE
 from dora.core.window import Window
-from dora.errors import BusError, DoraError, FencedError, RunError
+from dora.errors import BusError, DoraError, FencedError
 from dora.schemas.records import (
-    Admission,
-    DeadLetter,
     GroupRef,
     Policy,
-    Status,
     Step,
-    Trajectory,
 )
 from dora.telemetry.meter import meter
 
@@ -82,7 +78,6 @@ class Trainer:
         self._started_at = time.monotonic()
         self._accepted: Deviation | None = None  # by the recovery, until the next step tells it
         self._following = False  # the reader is at the live versions
-        self._live_versions = 0  # most versions with unfinished groups seen since the last step
         check_rights("trainer", self._run, settings)
         self._admin = TopicAdmin(settings)
         self._admin.ping()
@@ -109,6 +104,7 @@ class Trainer:
         )
         self._learner: Learning
         self._planner: Planner
+        self._intake: Intake
         self._wait: BatchWait
         self._publisher: Publisher
 
@@ -192,12 +188,21 @@ class Trainer:
             self._learner.vocabulary,
             mixed=self._config.schedule.kind == "partial",
         )
+        self._intake = Intake(
+            self._run,
+            self._state,
+            self._planner,
+            self._ledger,
+            self._transactions,
+            self._writer,
+            self._heartbeat,
+        )
         self._wait = BatchWait(
             self._config,
             self._planner,
             self._state,
             self._heartbeat,
-            poll=lambda seconds: self._take(self._reader.poll(timeout=seconds)),
+            poll=self._poll,
             check=self._check,
             set_aside=self._set_aside,
         )
@@ -266,7 +271,7 @@ class Trainer:
         now = time.monotonic()
         surplus = self._state.counters.duplicates + self._state.counters.late
         metrics |= {
-            "live_versions": float(self._live_versions),
+            "live_versions": float(self._intake.live_versions()),
             "duplicates_ignored": float(surplus),
             "idle_seconds": train_from - waited_from - ready.computed_seconds,
             "train_seconds": publish_from - train_from + ready.computed_seconds,
@@ -282,7 +287,6 @@ class Trainer:
         )
         self._committed(step)
         self._announced(policy, checkpoint)
-        self._live_versions = 0
         self._accepted = None
         log.info(
             "version %d: reward %.3f, %d groups set aside, waited %.1f s, trained %.2f s",
@@ -332,74 +336,8 @@ class Trainer:
         batch need not wait for it."""
         self._heartbeat.beat()
         if self._following:
-            self._take(self._reader.poll())
+            self._poll(0.0)
 
-    def _take(self, messages: list[Message]) -> None:
-        for message in messages:
-            value = message.value
-            match value:
-                case Unreadable():
-                    self._unreadable(message, value)
-                case Trajectory() if value.purpose == "train":
-                    self._planner.take(value, message.partition, message.offset)
-                case Admission() if value.purpose == "train":
-                    self._admit(value, message)
-                case Step():
-                    self._ledger.saw(value)
-                case Status(role="trainer") if value.state not in GONE:
-                    self._settle_with_rival(value)
-                case _:
-                    pass
-        self._live_versions = max(self._live_versions, len(self._state.live_versions()))
+    def _poll(self, seconds: float) -> None:
+        self._intake.take(self._reader.poll(timeout=seconds))
         meter().window(self._state, self._read)
-
-    def _admit(self, admission: Admission, message: Message) -> None:
-        place = f"{message.topic} offset {message.offset}"
-        if admission.policy_version > self._state.newest:
-            raise RunError(
-                f"{place} admits group {admission.group_id} under version "
-                f"{admission.policy_version}, but the newest is {self._state.newest}",
-                hint="Something else than this run's coordinator wrote to the topic.",
-            )
-        try:
-            self._state.admit(admission)
-        except ValueError as error:
-            raise RunError(f"{place} contradicts the journal before it: {error}") from error
-
-    def _settle_with_rival(self, rival: Status) -> None:
-        """Find out who is active when another trainer speaks: a transaction of the fenced one fails
-        (FencedError), even while there is no step to commit."""
-        if rival.incarnation == self._heartbeat.incarnation:
-            return
-        log.warning("another trainer speaks: process %d on %s", rival.pid, rival.host)
-        try:
-            with self._transactions.transaction() as transaction:
-                transaction.send(self._topics.workers, self._heartbeat.status(), key=PROCESS)
-        except TransactionAbortedError as error:
-            log.warning("not settled yet: %s", error)  # the rival's next word asks again
-
-    def _unreadable(self, message: Message, value: Unreadable) -> None:
-        place = f"{message.topic} partition {message.partition} offset {message.offset}"
-        if message.topic == self._topics.workers:
-            return  # of these only another trainer's word matters, and it will speak again
-        if message.topic != self._topics.trajectories:
-            raise RunError(
-                f"{place} cannot be read ({value.code}): {value.reason}",
-                hint="Without it the order of admissions is unknown. The topic is damaged, or was "
-                "written by a newer dora.",
-            )
-        log.warning("%s cannot be read (%s): %s", place, value.code, value.reason)
-        meter().count("dora_process_dead_letters_total", value=value.code)
-        letter = DeadLetter(
-            run=self._run,
-            code=value.code,
-            reason=value.reason,
-            process=PROCESS,
-            created_ms=time.time_ns() // 1_000_000,
-            topic=message.topic,
-            partition=message.partition,
-            offset=message.offset,
-            trajectory_id=message.key or "",
-            payload=value.payload,
-        )
-        self._writer.send(self._topics.dead_letters, letter, key=PROCESS)

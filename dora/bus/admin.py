@@ -5,13 +5,13 @@ Invariant: every answer has a deadline, and a refusal names who was refused what
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
 from dora.bus.access import Right
+from dora.bus.closing import Closing
 from dora.bus.failures import Failures, await_answer, explain, kafka_error, make_client
 from dora.bus.settings import ClusterSettings, client_properties
 from dora.errors import DeadlineError
@@ -21,7 +21,7 @@ _OVERTIME_SECONDS = 30.0
 Result = TypeVar("Result")
 
 
-class Admin:
+class Admin(Closing):
     """A client that administers.
 
     Every method raises BusError if the cluster does not answer within `connect_timeout` seconds or
@@ -55,17 +55,6 @@ class Admin:
     def close(self) -> None:
         """Let go of the connections."""
         self._admin.poll(0)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _metadata(self) -> Any:
         if not self._answered:

@@ -11,13 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
 from dora.bus.access import Operation, Right
+from dora.bus.closing import Closing
 from dora.bus.failures import (
     Failures,
     await_answer,
@@ -44,7 +44,7 @@ _TOPIC_GRACE_SECONDS = 10.0
 _IDLE_SECONDS = 0.05
 
 
-class LogReader:
+class LogReader(Closing):
     """Reads assigned partitions from given offsets; see the module's invariant.
 
     A broker or schema registry that is away for a while is ridden out: `poll` returns nothing
@@ -205,17 +205,6 @@ class LogReader:
     def close(self) -> None:
         """Let go of the cluster's connections."""
         self._consumer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _fetch(self, count: int, timeout: float) -> None:
         """Move what has arrived into `_fetched`, waiting for the first only.

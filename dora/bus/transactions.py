@@ -22,13 +22,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
 from dora.bus.access import Right
+from dora.bus.closing import Closing
 from dora.bus.failures import called, explain, kafka_error, make_client
 from dora.bus.offsets import Partition
 from dora.bus.reader import LogReader
@@ -90,7 +90,7 @@ class Transaction:
         self._writer._deliveries.flush(timeout)
 
 
-class TransactionalWriter:
+class TransactionalWriter(Closing):
     """The one writer under `transactional_id`; making it fences whoever held the id before and
     aborts what that one left open in `partitions`, which are all that the id writes to.
 
@@ -206,17 +206,6 @@ class TransactionalWriter:
         self._deliveries.flush(1.0)
         if self._broken is None:
             self._broken = BusError(f"the writer of {self._id} is closed")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _send(
         self,

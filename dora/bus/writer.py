@@ -8,13 +8,13 @@ retried through an absent broker for `request_timeout` seconds.
 import itertools
 import time
 import uuid
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from urllib.parse import quote
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from dora.bus.access import Right
+from dora.bus.closing import Closing
 from dora.bus.failures import (
     Failures,
     await_answer,
@@ -192,7 +192,7 @@ class Deliveries:
         return explain(error, self.settings, doing, self.failures, needs=needs)
 
 
-class LogWriter:
+class LogWriter(Closing):
     """Idempotent writer without transactions, for chunks, trajectories and status."""
 
     def __init__(self, settings: ClusterSettings, *, client_id: str) -> None:
@@ -252,15 +252,7 @@ class LogWriter:
             self._deliveries.producer.purge()
             self._deliveries.flush(1.0)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         elif not self._closed:

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from dora.bus.settings import cluster_settings
-from dora.cli.options import local_broker, print_line, with_broker
+from dora.cli.options import ConfigSource, local_broker, print_line, with_broker
 from dora.cli.process_log import log_to_stderr
 from dora.config_file import KafkaOverrides, load_config
 from dora.consumers.import_files import find_files
@@ -37,13 +37,11 @@ def serve_files(
     if config.kafka.bootstrap_servers is None:
         config = with_broker(config, local_broker(broker_directory))
     settings = cluster_settings(config.kafka)
-    identity = json.dumps(config.identity())
-    recording = FileRecording(find_files(paths), config, identity)
+    recording = FileRecording(find_files(paths), config)
     with TopicAdmin(settings) as admin:
         new = admin.create(topic_plan(config), exist_ok=True)
-    command = ["dora", "train", str(config_path)]
-    command += [part for text in sets for part in ("--set", text)]
-    command += ["-b", str(config.kafka.bootstrap_servers)]
+    source = ConfigSource(config_path, sets, broker_directory)
+    command = ["dora", "train", *source.arguments(config)]
     say = sys.stderr if as_json else sys.stdout
     made = f"made the topics of {recording.name}; " if new else ""
     click.echo(f"{made}start its trainer beside this command:\n  {shlex.join(command)}", file=say)

@@ -65,12 +65,13 @@ def find_files(paths: Iterable[Path]) -> list[Path]:
     return files
 
 
-def columns_of(file: Path) -> list[str]:
-    """The names of a file's columns; of JSON lines those of the first. Raises as `rows_of`."""
+def columns_of(file: Path) -> list[str] | None:
+    """The names of a file's columns; of JSON lines those of the first, and None if there is no
+    line. Raises as `rows_of`."""
     if file.suffix == ".parquet":
         return [*_parquet(file).schema_arrow.names, *_partition(file)]
     first = next(rows_of(file), None)
-    return [] if first is None else list(first.fields)
+    return None if first is None else list(first.fields)
 
 
 def rows_of(file: Path, columns: Sequence[str] | None = None) -> Iterator[FileRow]:

@@ -7,7 +7,7 @@ row that lacks a field or holds another type ends the import with its place.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,11 @@ class Prompts:
     def lines(self) -> Iterator[str]:
         """The data set, an object a line."""
         for item in self.items:
-            yield json.dumps(item, ensure_ascii=False) + "\n"
+            yield _written(item) + "\n"
 
 
 def prompts_of(
-    files: Iterable[Path],
+    files: Sequence[Path],
     columns: Columns,
     *,
     least: float | None = None,
@@ -68,11 +68,9 @@ def prompts_of(
     made = Prompts()
     places: dict[str, int] = {}
     rewards: list[float] = []
-    names: list[str] = []
     for file in files:
-        names.append(str(file))
         there = columns_of(file)
-        if not there:
+        if there is None:
             continue
         taker = _Taker(file, there, columns, decode)
         for row in rows_of(file, taker.needed):
@@ -97,10 +95,8 @@ def prompts_of(
                 made.items[at], rewards[at] = item, value
     if not made.items:
         why = f"{made.unsuited} of them left out" if made.unsuited else "they are empty"
-        raise UsageError(
-            f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''}: no prompt in "
-            f"{made.rows} rows ({why})"
-        )
+        names = ", ".join(map(str, files[:3])) + (" and others" if len(files) > 3 else "")
+        raise UsageError(f"{names}: no prompt in {made.rows} rows ({why})")
     return made
 
 
@@ -116,6 +112,8 @@ class _Taker:
         answers = [name for name in ANSWERS if name != "messages" or self._prompt == "messages"]
         self._answer = self._choose(file, there, columns.answer, answers, "answer")
         for name in columns.keep:
+            if name in ("prompt", "answer"):
+                raise UsageError(f"--keep {name}: the data set has {name} of its own")
             self._choose(file, there, name, (), "keep")
         if self._prompt == "prompt_token_ids" and decode is None:
             raise UsageError(
@@ -140,7 +138,12 @@ class _Taker:
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
             raise UsageError(f'{row.place}: "{self._prompt}" is empty')
         item = {"prompt": prompt, "answer": _answer(row.place, self._answer, answer)}
-        return item | {name: row.fields.get(name) for name in self._keep}
+        item |= {name: row.fields.get(name) for name in self._keep}
+        try:
+            _written(item).encode()
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{row.place}: cannot be written as JSON: {error}") from error
+        return item
 
     @staticmethod
     def _choose(
@@ -157,8 +160,12 @@ class _Taker:
                 return name
         raise UsageError(
             f"{file} has no column that is known as the {what}: {', '.join(known)}",
-            hint=f"It has {', '.join(there)}. Name the one that is meant: --{what}-field.",
+            hint=f"It has {', '.join(there) or 'none'}. Name the right one: --{what}-field.",
         )
+
+
+def _written(item: dict[str, Any]) -> str:
+    return json.dumps(item, ensure_ascii=False)
 
 
 def _messages(place: str, name: str, value: Any) -> list[dict[str, str]]:
@@ -202,7 +209,7 @@ def _token_ids(place: str, name: str, value: Any) -> list[int]:
 
 def _reward(row: FileRow) -> float | None:
     value = row.fields.get("reward")
-    if value is None:
+    if value is None or value != value:  # some write NaN for what is missing
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f'{row.place}: "reward" is {_kind(value)}, not a number')

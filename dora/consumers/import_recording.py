@@ -6,21 +6,22 @@ the run's name; its chunks are not in an export. Where a prompt is missing, what
 left out and counted, for a trainer could not tell that from loss.
 """
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
+from pydantic import BaseModel, ValidationError
 
 from dora.config import Config
 from dora.consumers.export_rows import SCHEMA
 from dora.consumers.import_files import FileRow, columns_of, rows_of
-from dora.consumers.replay_recording import Timed
-from dora.core.identity import ends_early, schedule_of
-from dora.core.ring import trajectory_id
+from dora.consumers.replay_recording import Recorded, Timed
+from dora.core.recorded_order import unbroken, unservable
 from dora.errors import RunError, UsageError
+from dora.schemas.codec import encode
 from dora.schemas.records import (
     Admission,
     InvalidRecord,
@@ -32,59 +33,48 @@ from dora.schemas.records import (
     pack_tokens,
 )
 
-_INDEXED = (
-    "run",
-    "trajectory_id",
-    "group_id",
-    "ordinal",
-    "version",
-    "purpose",
-    "staleness",
-    "version_runs",
-    "sampling",
-    "started_at",
-)
 _DISTRIBUTION = ("temperature", "top_p", "top_k")
 
 
-@dataclass(slots=True)
-class _Found:
-    """A group as the files hold it."""
+class _Place(BaseModel):
+    """Columns that say where a trajectory belongs and whether it fits."""
 
+    run: str
+    trajectory_id: str
+    group_id: str
     ordinal: int
     version: int
     purpose: Purpose
-    started_ms: int
-    samples: set[str] = field(default_factory=set)
+    trained_step: int | None
+    staleness: int | None
+    version_runs: list[Any]
+    sampling: dict[str, Any]
 
 
-class FileRecording:
+class FileRecording(Recorded):
     """What `files`, an export to Parquet or JSON lines, hold of one run, for the run of `config`.
 
-    UsageError if a file is no export or they are of several runs; RunError if the trajectories do
-    not fit `config`: another group size, window or sampling, or a schedule that mixes versions.
+    UsageError if a file is no export, they are of several runs, or a trajectory stands in them
+    twice; RunError if the trajectories do not fit `config`: another group size, window or sampling,
+    or a schedule that mixes versions.
     """
 
-    def __init__(self, files: Sequence[Path], config: Config, identity: str) -> None:
-        if schedule_of(identity) == "partial" or ends_early(identity):
-            raise RunError(
-                f"run {config.run.name} cannot be fed from files: its schedule is partial, or its "
-                "steps follow a budget of tokens (window.tokens_per_step)"
-            )
+    def __init__(self, files: Sequence[Path], config: Config) -> None:
+        super().__init__()
         self.name = config.run.name
-        self.identity = identity
+        self.identity = json.dumps(config.identity())
+        why = unservable(self.identity)
+        if why is not None:
+            raise RunError(f"run {self.name} cannot be fed from files: {why}")
         self.source = ""
-        self.without_chunks: set[str] = set()
-        """All trajectories that were served: an export has no chunks."""
-        self.left_out = 0
-        """Groups that are not served, because they or prompts before them are not whole."""
+        self.steps = 0
+        """The newest version that a trajectory helped to make."""
         self._config = config
         self._files: dict[int, list[Path]] = {}
-        self._groups: dict[int, dict[str, list[Timed]]] = {}
-        self.steps = 0
-        """Versions of the run that trained a group."""
         found = self._index(files)
-        self.admissions = self._order(found)
+        self.admissions = unbroken(found)
+        self.left_out = len(found) - len(self.admissions)
+        """Groups that are not served, because they or prompts before them are not whole."""
         if not self.admissions:
             raise RunError(
                 f"the files hold no group of run {self.source} that can be served: prompt 0 with "
@@ -92,110 +82,90 @@ class FileRecording:
                 hint="Export the run from its first version on, and name the whole directory.",
             )
 
-    def records(self, group: Admission) -> list[Timed]:
-        """The trajectories of a group; read from the files with all of its version."""
-        version = group.policy_version
-        if version not in self._groups:
-            self._groups = {v: kept for v, kept in self._groups.items() if v >= version - 1}
-            self._groups[version] = self._read(version)
-        return self._groups[version].get(group.group_id, [])
-
-    def _index(self, files: Sequence[Path]) -> dict[str, _Found]:
-        found: dict[str, _Found] = {}
+    def _index(self, files: Sequence[Path]) -> dict[Admission, set[str]]:
+        found: dict[Admission, set[str]] = {}
         for file in files:
-            missing = [name for name in SCHEMA.names if name not in columns_of(file)]
-            if missing and columns_of(file):
+            columns = columns_of(file)
+            missing = [] if columns is None else [n for n in SCHEMA.names if n not in columns]
+            if missing:
                 raise UsageError(
                     f"{file} is no export of trajectories: it has no column {missing[0]}",
                     hint="--serve takes what `dora export --to parquet` or `--to jsonl` wrote.",
                 )
-            for row in rows_of(file, _INDEXED):
-                self._take(row, found)
-                mine = self._files.setdefault(row.fields["version"], [])
+            for row in rows_of(file, list(_Place.model_fields)):
+                version = self._take(row, found)
+                mine = self._files.setdefault(version, [])
                 if file not in mine:
                     mine.append(file)
+        size = self._config.window.group_size
+        for group, samples in found.items():
+            if len(samples) > group.group_size:
+                raise RunError(
+                    f"group {group.group_id} has {len(samples)} trajectories in the files, "
+                    f"window.group_size = {size}",
+                    hint="Use the group size with which the run was recorded.",
+                )
         return found
 
-    def _take(self, row: FileRow, found: dict[str, _Found]) -> None:
-        fields, window = row.fields, self._config.window
-        self.source = self.source or fields["run"]
-        if fields["run"] != self.source:
+    def _take(self, row: FileRow, found: dict[Admission, set[str]]) -> int:
+        """The version of a trajectory that is put among those that were found."""
+        try:
+            place = _Place.model_validate(row.fields)
+        except ValidationError as error:
+            first = error.errors()[0]
+            column = ".".join(map(str, first["loc"]))
+            raise UsageError(f"{row.place}: no trajectory: {column}: {first['msg']}") from error
+        self.source = self.source or place.run
+        if place.run != self.source:
             raise UsageError(
-                f"{row.place}: of run {fields['run']}, but rows before it are of {self.source}",
+                f"{row.place}: of run {place.run}, but rows before it are of {self.source}",
                 hint="Serve one run at a time.",
             )
-        if len(fields["version_runs"]) > 1:
-            raise RunError(f"{row.place}: {fields['trajectory_id']} mixes policy versions")
-        if (fields["staleness"] or 0) > window.max_staleness:
+        self._check_fits(row.place, place)
+        self.steps = max(self.steps, place.trained_step or 0)
+        size = self._config.window.group_size if place.purpose == "train" else 1
+        group = Admission(
+            self.name, place.group_id, place.ordinal, place.version, size, place.purpose, 0
+        )
+        samples = found.setdefault(group, set())
+        if place.trajectory_id in samples:
+            raise UsageError(
+                f"{row.place}: {place.trajectory_id} stands in the files before that",
+                hint="Name one export of the run, once.",
+            )
+        samples.add(place.trajectory_id)
+        return place.version
+
+    def _check_fits(self, where: str, place: _Place) -> None:
+        window, rollout = self._config.window, self._config.rollout
+        if len(place.version_runs) > 1:
+            raise RunError(f"{where}: {place.trajectory_id} mixes policy versions")
+        if (place.staleness or 0) > window.max_staleness:
             raise RunError(
-                f"{row.place}: {fields['trajectory_id']} was trained {fields['staleness']} "
-                f"versions late, window.max_staleness = {window.max_staleness}",
+                f"{where}: {place.trajectory_id} was trained {place.staleness} versions late, "
+                f"window.max_staleness = {window.max_staleness}",
                 hint="Use the window with which the run was recorded.",
             )
-        rollout = self._config.rollout
-        for name in _DISTRIBUTION if fields["purpose"] == "train" else ():
-            recorded, configured = fields["sampling"][name], getattr(rollout, name)
+        for name in _DISTRIBUTION if place.purpose == "train" else ():
+            recorded, configured = place.sampling.get(name), getattr(rollout, name)
             if recorded != configured:
                 raise RunError(
-                    f"{row.place}: sampled with {name} = {recorded}, rollout.{name} = {configured}",
+                    f"{where}: sampled with {name} = {recorded}, rollout.{name} = {configured}",
                     hint="The log-probabilities are those of the recorded distribution: set "
                     f"rollout.{name} = {recorded}.",
                 )
-        if fields["staleness"] is not None:
-            self.steps = max(self.steps, fields["version"] + fields["staleness"] + 1)
-        group = found.setdefault(
-            fields["group_id"],
-            _Found(
-                fields["ordinal"], fields["version"], fields["purpose"], _ms(fields["started_at"])
-            ),
-        )
-        group.started_ms = min(group.started_ms, _ms(fields["started_at"]))
-        group.samples.add(fields["trajectory_id"])
-
-    def _order(self, found: dict[str, _Found]) -> list[Admission]:
-        size, admissions = self._config.window.group_size, []
-        ordinal, broken = 0, False
-        ordered = sorted(
-            found.items(), key=lambda item: (item[1].version, item[1].purpose, item[1].ordinal)
-        )
-        for name, group in ordered:
-            samples = len(group.samples)
-            if group.purpose == "train":
-                whole = group.samples == {trajectory_id(name, index) for index in range(size)}
-                if samples > size:
-                    raise RunError(
-                        f"group {name} has {samples} trajectories in the files, "
-                        f"window.group_size = {size}",
-                        hint="Use the group size with which the run was recorded.",
-                    )
-                broken = broken or not whole or group.ordinal != ordinal
-                ordinal += 1
-            if broken:
-                self.left_out += 1
-                continue
-            admissions.append(
-                Admission(
-                    self.name, name, group.ordinal, group.version, samples, group.purpose,
-                    group.started_ms,
-                )
-            )  # fmt: skip
-        return admissions
 
     def _read(self, version: int) -> dict[str, list[Timed]]:
-        begun = {
-            each.group_id: each.created_ms
-            for each in self.admissions
-            if each.policy_version == version
+        read: dict[str, list[Timed]] = {
+            each.group_id: [] for each in self.admissions if each.policy_version == version
         }
-        read: dict[str, list[Timed]] = {name: [] for name in begun}
         for file in self._files.get(version, []):
             for row in rows_of(file):
-                if row.fields["version"] != version or row.fields["group_id"] not in begun:
+                if row.fields["version"] != version or row.fields["group_id"] not in read:
                     continue
                 record = trajectory_of(row, self.name)
                 self.without_chunks.add(record.trajectory_id)
-                seconds = (record.created_ms - begun[record.group_id]) / 1000
-                read[record.group_id].append(Timed(max(seconds, 0.0), record))
+                read[record.group_id].append(Timed(0.0, record))
         return read
 
 
@@ -207,7 +177,7 @@ def trajectory_of(row: FileRow, run: str) -> Trajectory:
         prompt, response = fields["prompt_token_ids"], fields["response_token_ids"]
         sampling = fields["sampling"]
         stops = tuple(sampling["stop_token_ids"])
-        return Trajectory(
+        record = Trajectory(
             run=run,
             trajectory_id=fields["trajectory_id"],
             group_id=fields["group_id"],
@@ -236,8 +206,10 @@ def trajectory_of(row: FileRow, run: str) -> Trajectory:
             created_ms=_ms(fields["created_at"]),
             resumed_tokens=fields["resumed_tokens"],
         )
+        encode(record)  # or its types are found out in the middle of a transaction
     except (InvalidRecord, KeyError, TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"{row.place}: no trajectory: {error}") from error
+    return record
 
 
 def _ms(value: Any) -> int:

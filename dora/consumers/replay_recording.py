@@ -5,14 +5,14 @@ and the chunks of all their attempts, in log order; nothing is altered but the r
 times in the records stay the recorded ones.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from dora.bus.settings import ClusterSettings
 from dora.consumers.replay_plan import deleted
 from dora.consumers.run_log import RunLog
-from dora.core.identity import ends_early, schedule_of
+from dora.core.recorded_order import unservable
 from dora.core.ring import trajectory_id
 from dora.errors import RunError
 from dora.schemas.records import Admission, Chunk, Trajectory
@@ -34,7 +34,7 @@ class Timed:
     record: Chunk | Trajectory
 
 
-class Recorded(Protocol):
+class Recorded(ABC):
     """Groups that can be served, in order, as records of the run `name`. `identity` is the recorded
     run's, `steps` are its committed ones, `without_chunks` the trajectories that were given out
     without all their chunks."""
@@ -44,13 +44,25 @@ class Recorded(Protocol):
     identity: str
     steps: int
     admissions: list[Admission]
-    without_chunks: set[str]
+
+    def __init__(self) -> None:
+        self.without_chunks: set[str] = set()
+        self._groups: dict[int, dict[str, list[Timed]]] = {}
 
     def records(self, group: Admission) -> list[Timed]:
-        """Chunks and trajectories of a group."""
+        """Chunks and trajectories of a group; read with all of its version."""
+        version = group.policy_version
+        if version not in self._groups:
+            self._groups = {v: kept for v, kept in self._groups.items() if v >= version - 1}
+            self._groups[version] = self._read(version)
+        return self._groups[version].get(group.group_id, [])
+
+    @abstractmethod
+    def _read(self, version: int) -> dict[str, list[Timed]]:
+        """The same of all groups of a version."""
 
 
-class Recording:
+class Recording(Recorded):
     """What `run` recorded, as records of the run `name`.
 
     RunError if it cannot be served: its schedule mixes versions, its steps follow a budget of
@@ -59,17 +71,10 @@ class Recording:
     """
 
     def __init__(self, run: RunLog, name: str) -> None:
-        identity = run.started.identity
-        if schedule_of(identity) == "partial":
-            raise RunError(
-                f"run {run.run} cannot be served: its schedule is partial, so its trajectories "
-                "hold tokens of versions that the new trainer has not made when they would start"
-            )
-        if ends_early(identity):
-            raise RunError(
-                f"run {run.run} cannot be served: with window.tokens_per_step the groups of a step "
-                "depend on when they finish, and a replay could not start the recorded ones in time"
-            )
+        super().__init__()
+        why = unservable(run.started.identity)
+        if why is not None:
+            raise RunError(f"run {run.run} cannot be served: {why}")
         ordinals = [each.ordinal for each in run.admissions.values() if each.purpose == "train"]
         if ordinals and ordinals[0]:
             raise RunError(
@@ -78,27 +83,16 @@ class Recording:
             )
         self.run = run
         self.source = run.run
-        self.identity = identity
+        self.identity = run.started.identity
         self.steps = len(run.steps)
         self.name = name
         self.admissions = [replace(each, run=name) for each in run.admissions.values()]
-        self.without_chunks: set[str] = set()
-        """Trajectories whose chunks are not all in the log any more."""
-        self._groups: dict[int, dict[str, list[Timed]]] = {}
 
     def check_kept(self, settings: ClusterSettings) -> None:
         """RunError if retention deleted a trained trajectory."""
         named, damaged = deleted(self.run, settings, self.run.steps)
         if damaged:
             raise RunError(f"run {self.source} cannot be served: retention deleted {named}")
-
-    def records(self, group: Admission) -> list[Timed]:
-        """Chunks and trajectories of a group; read from the log with all of its version."""
-        version = group.policy_version
-        if version not in self._groups:
-            self._groups = {v: kept for v, kept in self._groups.items() if v >= version - 1}
-            self._groups[version] = self._read(version)
-        return self._groups[version].get(group.group_id, [])
 
     def _read(self, version: int) -> dict[str, list[Timed]]:
         groups = [each for each in self.admissions if each.policy_version == version]

@@ -1,14 +1,51 @@
-"""When groups that one run recorded may start in a run that is fed with them.
+"""Which groups that one run recorded can feed another run, and when they may start there.
 
 Invariant: they start in the recorded order under their recorded versions, never under one that the
 new run has not announced yet, and never beyond its window.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from dora.core.filling import fillable
+from dora.core.identity import ends_early, schedule_of
+from dora.core.ring import trajectory_id
 from dora.core.state import RunState
 from dora.schemas.records import Admission
+
+
+def unservable(identity: str) -> str | None:
+    """Why a run with this recorded identity (JSON) can feed no other; None if it can."""
+    if schedule_of(identity) == "partial":
+        return (
+            "its schedule is partial, so its trajectories hold tokens of versions that the new "
+            "trainer has not made when they would start"
+        )
+    if ends_early(identity):
+        return (
+            "with window.tokens_per_step the groups of a step depend on when they finish, and a "
+            "replay could not start the recorded ones in time"
+        )
+    return None
+
+
+def unbroken(found: Mapping[Admission, Set[str]]) -> list[Admission]:
+    """Those of `found`, groups and the trajectories that are at hand of each, that can feed a run,
+    in an order in which they can have started: by version, evaluations first, then by prompt.
+
+    The first one that is not whole, or comes after a missing prompt, ends them: a trainer could not
+    tell that from loss.
+    """
+    servable: list[Admission] = []
+    prompts = 0
+    for group in sorted(found, key=lambda each: (each.policy_version, each.purpose, each.ordinal)):
+        if found[group] != {trajectory_id(group.group_id, n) for n in range(group.group_size)}:
+            break
+        if group.purpose == "train":
+            if group.ordinal != prompts:
+                break
+            prompts += 1
+        servable.append(group)
+    return servable
 
 
 def startable(state: RunState, recorded: Iterable[Admission]) -> list[Admission]:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from dora.bus import ClusterSettings
-from dora.bus.topics import TopicAdmin
+from dora.bus.topics import TopicAdmin, topic_plan
+from dora.cli.replay_toml import to_toml
 from dora.config import Config
 from dora.consumers.audit import audit_run
 from dora.consumers.import_files import FileRow, find_files
@@ -23,28 +24,6 @@ from tests.small_run import dora, refused
 from tests.written_run import RunWriter, WrittenRun
 
 SECONDS = 120.0
-CONFIG = """\
-[run]
-name = "{name}"
-directory = "{directory}"
-[policy]
-model = "emulated"
-[task]
-kind = "synthetic"
-[window]
-max_staleness = 1
-groups_per_step = 2
-group_size = 2
-[rollout]
-engine = "emulated"
-max_new_tokens = 16
-[trainer]
-steps = 3
-engine = "emulated"
-batch_timeout_seconds = 120
-[trainer.emulated]
-step_seconds = 0.0
-"""
 
 
 @pytest.fixture
@@ -53,13 +32,23 @@ def written(settings: ClusterSettings, run_name: str) -> WrittenRun:
     return RunWriter(settings, f"{run_name}-old", "model").write()
 
 
-def config_of(directory: Path, name: str, address: str, **window: Any) -> Config:
-    import tomllib
-
-    values = tomllib.loads(CONFIG.format(name=name, directory=directory))
-    values["kafka"] = {"bootstrap_servers": address}
-    values["window"] |= window
-    return Config.model_validate(values)
+def config_of(directory: Path, name: str, address: str = "localhost:1", size: int = 2) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"name": name, "directory": str(directory)},
+            "policy": {"model": "emulated"},
+            "task": {"kind": "synthetic"},
+            "window": {"max_staleness": 1, "groups_per_step": 2, "group_size": size},
+            "rollout": {"engine": "emulated", "max_new_tokens": 16},
+            "trainer": {
+                "steps": 3,
+                "engine": "emulated",
+                "batch_timeout_seconds": SECONDS,
+                "emulated": {"step_seconds": 0.0},
+            },
+            "kafka": {"bootstrap_servers": address},
+        }
+    )
 
 
 def test_a_trainer_takes_exported_groups_after_their_log_is_gone(
@@ -72,17 +61,18 @@ def test_a_trainer_takes_exported_groups_after_their_log_is_gone(
     old = {p.record.trajectory_id: p.record for p in RunLog(settings, written.run).trajectories()}
     with TopicAdmin(settings) as admin:
         admin.delete(written.run)
-    path = tmp_path / "run.toml"
-    path.write_text(CONFIG.format(name=run_name, directory=tmp_path))
-    trainer = threading.Thread(
-        target=train, args=(settings, config_of(tmp_path, run_name, address)), daemon=True
-    )
+    path, config = tmp_path / "run.toml", config_of(tmp_path, run_name, address)
+    path.write_text(to_toml(config))
+    trainer = threading.Thread(target=train, args=(settings, config), daemon=True)
     trainer.start()
-    serve = ("--serve", str(path), "-b", address, "--wait", "60", "--json")
+    secret = ("--set", 'kafka.properties={"sasl.password" = "canary-2718"}')
+    serve = ("--serve", str(path), "-b", address, "--wait", "60", "--json", *secret)
     result = dora("import", str(home), *serve)
     trainer.join(SECONDS)
     assert not trainer.is_alive()
     assert result.exit_code == 0, result.output
+    assert f"dora train {path} --bootstrap-server {address}" in result.stderr
+    assert "canary" not in result.output
     report = json.loads(result.stdout)
     assert (report["version"], report["source"], report["left_out"]) == (3, written.run, 0)
     log = RunLog(settings, run_name)
@@ -103,8 +93,9 @@ def train(settings: ClusterSettings, config: Config) -> None:
     """Train as soon as `dora import` has made the topics."""
     waiting = threading.Event()
     until = time.monotonic() + SECONDS
+    topics = topic_plan(config)
     with TopicAdmin(settings) as admin:
-        while len(admin.describe(config.run.name)) < 7 and time.monotonic() < until:
+        while len(admin.describe(config.run.name)) < len(topics) and time.monotonic() < until:
             waiting.wait(0.1)
     Trainer(config, settings).run(threading.Event())
 
@@ -137,6 +128,9 @@ def exported_lines(directory: Path, *changes: dict[str, Any]) -> list[Path]:
             RunError,
             "sampled with temperature = 0.5, rollout.temperature = 1.0",
         ),
+        ({"version": None}, UsageError, "line 1: no trajectory: version: Input should be a valid"),
+        ({"ordinal": "first"}, UsageError, "line 1: no trajectory: ordinal: Input should be a"),
+        ({"trajectory_id": "g0/1"}, UsageError, "line 2: g0/1 stands in the files before that"),
     ],
 )
 def test_trajectories_that_do_not_fit_the_configuration_are_refused(
@@ -144,39 +138,38 @@ def test_trajectories_that_do_not_fit_the_configuration_are_refused(
 ) -> None:
     files = exported_lines(tmp_path, change)
     with pytest.raises(error) as caught:
-        recording(files, config_of(tmp_path, "new", "localhost:1"))
+        FileRecording(files, config_of(tmp_path, "new"))
     assert message in str(caught.value)
 
 
-def recording(files: list[Path], config: Config) -> FileRecording:
-    return FileRecording(files, config, json.dumps(config.identity()))
-
-
 def test_what_is_not_whole_is_left_out_with_what_comes_after_it(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "new", "localhost:1")
-    whole = recording(exported_lines(tmp_path), config)
+    config = config_of(tmp_path, "new")
+    whole = FileRecording(exported_lines(tmp_path), config)
     assert [a.group_id for a in whole.admissions] == ["g0", "g1"] and whole.left_out == 0
     served = [timed.record for timed in whole.records(whole.admissions[1])]
     assert served == [replace(each, run="new") for each in group(0, 1, [0.0, 1.0])]
     gap = {"ordinal": 7, "group_id": "g7", "trajectory_id": "g7/0"}
-    found = recording(
+    found = FileRecording(
         exported_lines(tmp_path, {}, {}, gap, gap | {"trajectory_id": "g7/1"}), config
     )
     assert [a.group_id for a in found.admissions] == ["g0"] and found.left_out == 1
     with pytest.raises(RunError, match="hold no group of run r that can be served"):
-        recording(exported_lines(tmp_path, gap, gap | {"trajectory_id": "g7/1"}), config)
+        FileRecording(exported_lines(tmp_path, gap, gap | {"trajectory_id": "g7/1"}), config)
     with pytest.raises(RunError, match="has 2 trajectories in the files"):
-        recording(exported_lines(tmp_path), config_of(tmp_path, "n", "localhost:1", group_size=1))
+        FileRecording(exported_lines(tmp_path), config_of(tmp_path, "new", size=1))
 
 
 def test_what_is_no_export_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     file.write_text('{"run": "r"}\n')
-    config = config_of(tmp_path, "new", "localhost:1")
+    config = config_of(tmp_path, "new")
     with pytest.raises(UsageError, match="is no export of trajectories: it has no column version"):
-        recording([file], config)
+        FileRecording([file], config)
     (row,) = rows_of(group(0, 0, [1.0])).to_pylist()
-    row["response_logprobs"] = [float("nan")] * 3
-    with pytest.raises(UsageError, match="row 1: no trajectory: log-probability"):
-        trajectory_of(FileRow("file, row 1", row), "new")
+    for change, message in (
+        ({"response_logprobs": [float("nan")] * 3}, "log-probability"),
+        ({"attempt": "first"}, "Trajectory cannot be written"),
+    ):
+        with pytest.raises(UsageError, match=f"row 1: no trajectory: {message}"):
+            trajectory_of(FileRow("file, row 1", row | change), "new")
     refused(dora("import", str(file), "--serve", str(tmp_path / "none.toml")), 2, "none.toml")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,16 @@ def test_the_best_answer_of_a_prompt_is_taken(tmp_path: Path) -> None:
         tmp_path / "scored.jsonl",
         {"question": "q", "completion": "bad", "reward": 0.0},
         {"question": "other", "completion": "none"},
+        {"question": "third", "completion": "unknown", "reward": float("nan")},
         {"question": "q", "completion": "good", "reward": 1.0},
         {"question": "q", "completion": "as good", "reward": 1},
         {"question": "held out", "completion": "x", "reward": 1, "purpose": "eval"},
     )
-    assert pairs(imported(file)) == [("q", "good"), ("other", "none")]
+    third = {"question": "third", "completion": "known", "reward": -1.0}
+    more = lines(tmp_path / "more.jsonl", third)
+    assert pairs(imported(file, more)) == [("q", "good"), ("other", "none"), ("third", "known")]
     made = imported(file, least=0.5)
-    assert pairs(made) == [("q", "good")] and made.unsuited == 3
+    assert pairs(made) == [("q", "good")] and made.unsuited == 4
 
 
 def test_conversations_end_before_the_answer(tmp_path: Path) -> None:
@@ -84,6 +88,14 @@ def test_columns_may_be_named_and_kept(tmp_path: Path) -> None:
     file = lines(tmp_path / "x.jsonl", {"q": "1+1", "a": 2, "level": 3, "prompt": "no"})
     made = imported(file, columns=Columns("q", "a", ("level",)))
     assert made.items == [{"prompt": "1+1", "answer": 2, "level": 3}]
+    with pytest.raises(UsageError, match="--keep prompt: the data set has prompt of its own"):
+        imported(file, columns=Columns("q", "a", ("prompt",)))
+    dated = tmp_path / "dated.parquet"
+    at = datetime(2026, 1, 1, tzinfo=UTC)
+    pq.write_table(pa.table({"prompt": ["a"], "answer": ["b"], "at": [at]}), dated)
+    assert pairs(imported(dated)) == [("a", "b")]
+    with pytest.raises(UsageError, match=r"row 1: cannot be written as JSON: .* datetime"):
+        imported(dated, columns=Columns(keep=("at",)))
 
 
 def test_exported_trajectories_become_prompts_with_their_best_responses(tmp_path: Path) -> None:
@@ -121,6 +133,8 @@ def test_exported_trajectories_become_prompts_with_their_best_responses(tmp_path
         (b'{"prompt": "a"\n', "line 1: not JSON"),
         (b'["prompt"]\n', "line 1: holds a list, not an object"),
         (b"[" * 100_000 + b"\n", "line 1: "),
+        (b'{"prompt": "\\ud800", "answer": "b"}\n', "line 1: cannot be written as JSON"),
+        (b'{}\n{"prompt": "a", "answer": "b"}\n', "no column that is known as the prompt"),
         (b"", "no prompt in 0 rows (they are empty)"),
         (b'{"prompt": "' + b"a" * 200 + b'", "answer": "b"}\n', "line 1: longer than"),
     ],

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dora.core.recorded_order import startable, stuck
+from dora.core.recorded_order import startable, stuck, unbroken, unservable
 from dora.core.state import RunState
 from dora.core.window import Window
 from dora.schemas.records import Admission
@@ -67,3 +67,22 @@ def test_a_group_that_the_trainer_left_behind_is_told(purpose: str, possible: bo
     else:
         assert reason == "group g9 of version 0 is next, and version 2 is too far ahead of it"
         assert startable(state, [late]) == []
+
+
+def test_groups_feed_a_run_up_to_the_first_that_is_missing_or_not_whole() -> None:
+    evaluated = replace(admission(0, 1), group_id="e1-0", purpose="eval", group_size=1)
+    order = [*RECORDED[:2], evaluated, *RECORDED[2:]]
+    found = {
+        each: {f"{each.group_id}/{sample}" for sample in range(each.group_size)}
+        for each in reversed(order)
+    }
+    assert unbroken(found) == order
+    assert unbroken({each: found[each] for each in found if each != RECORDED[3]}) == order[:4]
+    assert unbroken(found | {RECORDED[3]: {"g3/1"}}) == order[:4]
+    assert unbroken(found | {RECORDED[3]: {"g3/0", "g3/7"}}) == order[:4]
+
+
+def test_runs_that_can_feed_no_other_are_told() -> None:
+    assert unservable('{"schedule": {"kind": "sync"}}') is None
+    assert "partial" in str(unservable('{"schedule": {"kind": "partial"}}'))
+    assert "tokens_per_step" in str(unservable('{"window": {"tokens_per_step": 1000}}'))

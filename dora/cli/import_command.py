@@ -1,6 +1,7 @@
 """`dora import`: prompts for a task, or trajectories for a trainer, from files."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,4 +144,12 @@ def _decode(model: str) -> Decode:
     from dora.producers.tokenization import load_tokenizer
 
     tokenizer = load_tokenizer(PolicySection(model=model))
-    return lambda token_ids: prompt_text(tokenizer, token_ids)
+    highest = tokenizer.highest_id
+
+    def decode(token_ids: Sequence[int]) -> str:
+        for token in token_ids:
+            if not 0 <= token <= highest:
+                raise ValueError(f"{token} is no token of {model} (0 to {highest})")
+        return prompt_text(tokenizer, token_ids)
+
+    return decode

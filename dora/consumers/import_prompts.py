@@ -21,7 +21,7 @@ ANSWERS = ("answer", "completion", "chosen", "text", "messages")
 """Columns that are taken for the answer, the first that is there."""
 
 Decode = Callable[[Sequence[int]], str]
-"""Text of the token ids of a prompt."""
+"""Text of the token ids of a prompt; ValueError, with why, if they are none of the tokenizer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,10 @@ class _Taker:
             answer = said if self._answer == "messages" else answer
         elif self._prompt == "prompt_token_ids":
             assert self._decode is not None
-            prompt = self._decode(_token_ids(row.place, self._prompt, prompt))
+            try:
+                prompt = self._decode(_token_ids(row.place, self._prompt, prompt))
+            except ValueError as error:
+                raise UsageError(f'{row.place}: "{self._prompt}": {error}') from error
         elif not isinstance(prompt, str):
             prompt = _messages(row.place, self._prompt, prompt)
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):

@@ -240,7 +240,7 @@ class ReplayServer:
                 f"{message.topic} offset {message.offset} admits group {admission.group_id} under "
                 f"version {admission.policy_version}, the recording has "
                 + ("no more groups" if expected is None else f"{expected.group_id} there"),
-                hint="Give --as another name, or delete that run: "
+                hint="Give the run that is fed another name, or delete the one of this name: "
                 f"dora topics delete {self._run} --yes",
             )
         self._admitted_now(admission)

@@ -5,12 +5,11 @@ trajectory was generated for; where the task now has another prompt, nothing is 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from functools import cached_property
 
 from dora.config import Config
 from dora.errors import TaskError
-from dora.producers.tasks.base import Task, create_task
-from dora.producers.tasks.hooks import load_hook
+from dora.producers.tasks.base import PromptEncoder, Task, create_task
 from dora.producers.tokenization import Tokenizer
 
 Messages = list[dict[str, str]]
@@ -32,7 +31,6 @@ class RunTexts:
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._task: Task | None = None
 
     def prompt(self, token_ids: Sequence[int]) -> str:
         """Their text, without what the tokenizer puts before every text by itself."""
@@ -55,13 +53,11 @@ class RunTexts:
         section = self._config.task
         if not section.chat_template:
             return [{"role": "user", "content": self.prompt(prompt)}]
-        if self._task is None:
-            self._task = create_task(self._config, self._tokenizer)
         item = self._task.prompt(ordinal, "train").item
-        messages = self._conversation(item)
-        if self._tokenizer.encode(self._tokenizer.chat(messages), special_tokens=False) != tuple(
-            prompt
-        ):
+        field = section.prompt_field if section.kind == "jsonl" else "question"
+        said = self._encoder.messages(item, item.get(field))
+        messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in said]
+        if self._encoder.tokens(self._tokenizer.chat(messages)) != tuple(prompt):
             raise TaskError(
                 f"the task {self._task.name} now gives another prompt at ordinal {ordinal} than "
                 "the run's trajectories were generated for",
@@ -70,14 +66,10 @@ class RunTexts:
             )
         return messages
 
-    def _conversation(self, item: dict[str, Any]) -> Messages:
-        section = self._config.task
-        if section.render:
-            content = load_hook(section.render, self._config.home, "task.render")(item)
-        elif section.kind == "jsonl":
-            content = item[section.prompt_field]
-        else:
-            content = item["question"]
-        if isinstance(content, str):
-            return [{"role": "user", "content": content}]
-        return [{"role": str(m["role"]), "content": str(m["content"])} for m in content]
+    @cached_property
+    def _task(self) -> Task:
+        return create_task(self._config, self._tokenizer)
+
+    @cached_property
+    def _encoder(self) -> PromptEncoder:
+        return PromptEncoder(self._config.task, self._config.home, self._tokenizer)

@@ -17,7 +17,9 @@ from dora.consumers.import_prompts import Columns, Prompts, prompts_of
 from dora.errors import UsageError
 from dora.producers.tasks.jsonl import JsonlTask
 from tests.exported_rows import group, rows_of
-from tests.small_run import dora, refused
+from tests.small_run import VOCABULARY, dora, refused, small_model
+
+__all__ = ["small_model"]
 
 
 class Letters:
@@ -201,6 +203,19 @@ def test_what_is_imported_is_a_task(tmp_path: Path) -> None:
     task = JsonlTask(config, Letters())
     assert task.lines("train") == 2
     assert task.prompt(1, "train").item == {"prompt": "moon", "answer": "noom"}
+
+
+def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path, small_model: Path) -> None:
+    out = tmp_path / "task.jsonl"
+    options = ("--tokenizer", str(small_model), "--out", str(out))
+    good = {"prompt_token_ids": [2, 3, 4], "answer": "x"}
+    for token in (-1, VOCABULARY, 10**12):
+        bad = good | {"prompt_token_ids": [2, token]}
+        file = lines(tmp_path / "tokens.jsonl", good, bad)
+        what = f'{file}, line 2: "prompt_token_ids": {token} is no token of {small_model} (0 to 39)'
+        refused(dora("import", str(file), *options), 2, what)
+    assert dora("import", str(lines(file, good)), *options).exit_code == 0
+    assert json.loads(out.read_text()) == {"prompt": "abc", "answer": "x"}
 
 
 def test_what_is_wanted_must_be_said(tmp_path: Path) -> None:

@@ -84,6 +84,21 @@ class PromptEncoder:
 
         Raises TaskError, without naming the item: the caller knows where it comes from.
         """
+        content = self._content(item, content)
+        if self._chat_template:
+            return self._tokenizer.chat(_spoken(content))
+        if not isinstance(content, str):
+            raise TaskError(
+                "the prompt is a list of chat messages",
+                hint="Set task.chat_template = true.",
+            )
+        return content
+
+    def messages(self, item: dict[str, Any], content: Any) -> Messages:
+        """What the chat template makes the prompt's text of. Raises as `text` does."""
+        return _spoken(self._content(item, content))
+
+    def _content(self, item: dict[str, Any], content: Any) -> str | Messages:
         if self._render is not None:
             try:
                 content = self._render(item)
@@ -97,23 +112,19 @@ class PromptEncoder:
                     f"task.render = {self._render_name} returned {type(content).__name__}, "
                     "not a string"
                 )
-        if isinstance(content, str):
-            if not content.strip():
-                raise TaskError("the prompt is empty")
-            if self._chat_template:
-                return self._tokenizer.chat([{"role": "user", "content": content}])
-            return content
-        messages = _messages(content)
-        if not self._chat_template:
-            raise TaskError(
-                "the prompt is a list of chat messages",
-                hint="Set task.chat_template = true.",
-            )
-        return self._tokenizer.chat(messages)
+        if not isinstance(content, str):
+            return _messages(content)
+        if not content.strip():
+            raise TaskError("the prompt is empty")
+        return content
 
     def tokens(self, text: str) -> tuple[int, ...]:
         """Token ids of a prompt's text; a chat template has put its special tokens in already."""
         return self._tokenizer.encode(text, special_tokens=not self._chat_template)
+
+
+def _spoken(content: str | Messages) -> Messages:
+    return [{"role": "user", "content": content}] if isinstance(content, str) else content
 
 
 def _messages(content: Any) -> Messages:

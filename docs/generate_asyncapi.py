@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from publication import publish
 
 from dora import __version__
 from dora.bus.access import ROLES
@@ -69,14 +70,7 @@ _ACTIONS = {"Write": "send", "Read": "receive"}
 def main() -> int:
     """Write or check the file; the exit code."""
     text = HEAD + yaml.safe_dump(document(), sort_keys=False, width=100, allow_unicode=True)
-    if "--check" in sys.argv[1:]:
-        if FILE.exists() and FILE.read_text(encoding="utf-8") == text:
-            return 0
-        print(f"{FILE} is out of date: run `make docs`", file=sys.stderr)
-        return 1
-    FILE.write_text(text, encoding="utf-8")
-    print(f"wrote {FILE}")
-    return 0
+    return publish(FILE, text)
 
 
 def document() -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
+from publication import publish
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -35,18 +36,6 @@ Unknown keys, wrong types and impossible combinations are refused, all of them a
 code 2. Values of `kafka.properties` never appear in messages. Paths are relative to the working
 directory, those of data sets and hooks to the configuration file.
 """
-
-
-def publish(path: Path, text: str) -> int:
-    """Write the page at `path`, or check it; the exit code."""
-    if "--check" in sys.argv[1:]:
-        if path.read_text(encoding="utf-8") == text:
-            return 0
-        print(f"{path} is out of date: run `make docs`", file=sys.stderr)
-        return 1
-    path.write_text(text, encoding="utf-8")
-    print(f"wrote {path}")
-    return 0
 
 
 def page() -> str:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from publication import publish
 
-from dora.bus.access import ROLES, Resource, Right, default_principal
+from dora.bus.access import ROLES, ROLES_OF_A_RUN, Resource, Right, default_principal
 
 KUBERNETES = Path(__file__).parents[1] / "ops" / "kubernetes"
 FILE = KUBERNETES / "strimzi" / "users.yaml"
-USERS = ("creator", "coordinator", "rollout", "trainer", "reader", "exporter")
 
 HEAD = """\
 # A user for each role, with the least rights that it needs. Strimzi puts their passwords into
@@ -31,20 +31,12 @@ TYPES: dict[Resource, str] = {
 }
 
 
-def main() -> int:
-    """Write or check the file; the exit code."""
+def users() -> str:
+    """The whole file."""
     run = tomllib.loads((KUBERNETES / "base" / "run.toml").read_text(encoding="utf-8"))
-    text = HEAD + "---\n".join(
-        yaml.safe_dump(user(role, run["run"]["name"]), sort_keys=False) for role in USERS
+    return HEAD + "---\n".join(
+        yaml.safe_dump(user(role, run["run"]["name"]), sort_keys=False) for role in ROLES_OF_A_RUN
     )
-    if "--check" in sys.argv[1:]:
-        if FILE.read_text(encoding="utf-8") == text:
-            return 0
-        print(f"{FILE} is out of date: run `make docs`", file=sys.stderr)
-        return 1
-    FILE.write_text(text, encoding="utf-8")
-    print(f"wrote {FILE}")
-    return 0
 
 
 def user(role: str, run: str) -> dict[str, Any]:
@@ -73,4 +65,4 @@ def _acls(rights: list[Right]) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(publish(FILE, users()))

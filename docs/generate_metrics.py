@@ -6,13 +6,12 @@
 import sys
 from pathlib import Path
 
-from generate_configuration import publish
+from publication import filled, publish
 
 from dora.telemetry.catalogue import CATALOGUE, VERSION, Metric
 
 PAGE = Path(__file__).with_name("observability.md")
-BEGIN = "<!-- made by `make docs` from dora/telemetry/catalogue.py -->"
-END = "<!-- end of what is made -->"
+SOURCE = "dora/telemetry/catalogue.py"
 
 TITLES = {
     "process": "Every process",
@@ -20,12 +19,6 @@ TITLES = {
     "rollout": "Rollout workers (added up over the workers of a process)",
     "trainer": "Trainer (rank 0)",
 }
-
-
-def page() -> str:
-    """The whole page, with the tables as they are now."""
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    return f"{before}{BEGIN}\n\n{tables()}\n{END}{rest.split(END)[1]}"
 
 
 def tables() -> str:
@@ -47,4 +40,4 @@ def _row(metric: Metric) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(publish(PAGE, page()))
+    sys.exit(publish(PAGE, filled(PAGE, SOURCE, tables())))

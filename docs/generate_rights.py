@@ -6,27 +6,12 @@
 import sys
 from pathlib import Path
 
+from publication import filled, publish
+
 from dora.bus.access import ROLES, rights_rows
 
 PAGE = Path(__file__).with_name("security.md")
-BEGIN = "<!-- made by `make docs` from dora/bus/access.py -->"
-END = "<!-- end of what is made -->"
-
-
-def main() -> int:
-    """Write or check the page; the exit code."""
-    old = PAGE.read_text(encoding="utf-8")
-    before, rest = old.split(BEGIN)
-    after = rest.split(END)[1]
-    text = f"{before}{BEGIN}\n\n{table()}\n{END}{after}"
-    if "--check" in sys.argv[1:]:
-        if old == text:
-            return 0
-        print(f"{PAGE} is out of date: run `make docs`", file=sys.stderr)
-        return 1
-    PAGE.write_text(text, encoding="utf-8")
-    print(f"wrote {PAGE}")
-    return 0
+SOURCE = "dora/bus/access.py"
 
 
 def table() -> str:
@@ -41,4 +26,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(publish(PAGE, filled(PAGE, SOURCE, table())))

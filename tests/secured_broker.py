@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import trustme
 from confluent_kafka.admin import (
+    AclBindingFilter,
     AdminClient,
     ScramCredentialInfo,
     ScramMechanism,
@@ -30,13 +31,13 @@ from confluent_kafka.admin import (
 from cryptography.hazmat.primitives import serialization
 
 from dora.bus import ClusterSettings, cluster_settings
-from dora.bus.access import Right
-from dora.bus.acls import AclAdmin
+from dora.bus.access import Grant, Right
+from dora.bus.acls import AclAdmin, binding
 from dora.bus.broker import stop_broker
 from dora.bus.broker_directory import BrokerDirectory
 from dora.bus.broker_launch import Launch
 from dora.bus.broker_process import free_port
-from dora.bus.jars import fetch_jars, find_java
+from dora.bus.jars import fetch_jars, find_java, ops_directory
 from dora.config import KafkaSection
 
 LISTENERS = {"SECURE": "SASL_SSL", "MUTUAL": "SSL", "EXPIRED": "SASL_SSL", "MISNAMED": "SASL_SSL"}
@@ -128,6 +129,7 @@ class SecuredBroker:
             ("expired", "localhost", past),
         ):
             self.certificate(name, host, not_after=until)
+        self.certificate("foreign", "localhost", authority=self.stranger)
         (directory / "log4j2.properties").write_text(_log4j(directory))
         taken: set[int] = set()
         self.ports: dict[str, int] = {}
@@ -207,6 +209,21 @@ class SecuredBroker:
         """Gives and takes rights, as the super user."""
         return self._acls
 
+    def revoke(self, grant: Grant) -> None:
+        """Take back a right that was granted."""
+        allowed = binding(grant)
+        same = AclBindingFilter(
+            allowed.restype,
+            allowed.name,
+            allowed.resource_pattern_type,
+            allowed.principal,
+            allowed.host,
+            allowed.operation,
+            allowed.permission_type,
+        )
+        for future in self._admin.delete_acls([same]).values():
+            assert future.result(DEADLINE)
+
     def decisions(self) -> list[Decision]:
         """What the authorizer has decided since the last call."""
         text = (self.directory / "authorizer.log").read_text()
@@ -223,8 +240,6 @@ class SecuredBroker:
 
 def _log4j(directory: Path) -> str:
     """Kafka's log and, in a file of its own, every decision of its authorizer."""
-    from dora.bus.jars import ops_directory
-
     return (ops_directory() / "log4j2.properties").read_text() + (
         "\nappender.decisions.type = File\n"
         "appender.decisions.name = decisions\n"

@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.request import urlopen
@@ -19,7 +19,7 @@ from dora.core.ring import worker_partition
 from dora.errors import AccessError
 from dora.schemas.records import Command, DeadLetter, Status, Trajectory
 from tests.processes import Process
-from tests.secured_broker import Decision, SecuredBroker, until
+from tests.secured_broker import Decision, SecuredBroker, settings_of, until
 from tests.small_run import dora
 from tests.span_receiver import Receiver, span_receiver
 
@@ -28,7 +28,6 @@ CANARY = "canary-31415926"
 """In every secret; and nowhere else, or the secret was told."""
 TOPICS = RunTopics(RUN)
 PROCESSES = ("coordinator", "rollout", "trainer")
-ROLES_OF_A_RUN = (*PROCESSES, "reader", "exporter", "creator")
 PARTITIONS = 3
 RUN_SECONDS = 120.0
 CONFIG = """\
@@ -101,15 +100,8 @@ class Secured:
 
     def settings(self, role: str) -> ClusterSettings:
         """How the role meets the cluster."""
-        return cluster_settings(
-            KafkaSection.model_validate(
-                {
-                    "bootstrap_servers": self.broker.address(),
-                    "properties": self.broker.properties(f"dora-{role}", self.passwords[role]),
-                    "request_timeout_seconds": 30,
-                }
-            )
-        )
+        user, password = f"dora-{role}", self.passwords[role]
+        return settings_of(self.broker, user, password, request_timeout_seconds=30)
 
     def dora(self, role: str, *arguments: str):  # type: ignore[no-untyped-def]
         """A command as the user of a role."""
@@ -119,20 +111,18 @@ class Secured:
     def part(self, role: str, name: str, *options: str) -> Process:
         """A part of the run as a process of its own, as the user of its role."""
         command = {"trainer": "train"}.get(role, role)
-        secret, properties = self.passwords[role], self.properties(role)
+        secret, properties = self.passwords[role], self.properties("nobody")
         env: dict[str, str] = {}
+        options += ("-X", f"sasl.username=dora-{role}")
         match name:  # each is told its password in another way
+            case "w1":
+                properties = self.properties(role)
             case "w2":
                 env["DORA_KAFKA__PROPERTIES__SASL_PASSWORD"] = secret
-                properties = self.properties("nobody")
             case "coordinator":
                 options += ("-X", f"sasl.password={secret}")
-                properties = self.properties("nobody")
             case "trainer":
                 options += ("--set", f"kafka.properties.sasl.password={secret}")
-                properties = self.properties("nobody")
-        if properties == self.properties("nobody"):
-            options += ("-X", f"sasl.username=dora-{role}")
         return Process(
             self.directory / f"{name}.log",
             command,
@@ -284,32 +274,29 @@ def damage(broker: SecuredBroker, topic: str, partitions) -> None:  # type: igno
     assert producer.flush(30) == 0
 
 
-class without:
+@contextmanager
+def without(run: Secured, role: str, right: Right) -> Iterator[None]:
     """Inside, a role lacks a right."""
+    grant = Grant(role, default_principal(role), right)
+    settings = run.settings(role)
+    asking = AclAdmin(settings)
 
-    def __init__(self, run: Secured, role: str, right: Right) -> None:
-        self._run, self._right = run, right
-        self._grant = Grant(role, default_principal(role), right)
-        self._settings = run.settings(role)
-        self._asking = AclAdmin(self._settings)
-
-    def __enter__(self) -> None:
-        with self._run.broker.admin() as admin:
-            admin.revoke([self._grant])
-        until(lambda: not self._allowed(), f"{self._right} to be gone")
-
-    def __exit__(self, *_: object) -> None:
-        with self._run.broker.admin() as admin:
-            admin.grant([self._grant])
-        until(self._allowed, f"{self._right} to be back")
-
-    def _allowed(self) -> bool:
-        if self._right.resource != "TransactionalId":
-            return not self._asking.lacking([self._right])
+    def allowed() -> bool:
+        if right.resource != "TransactionalId":
+            return not asking.lacking([right])
         try:
             TransactionalWriter(
-                self._settings, self._right.name, client_id="test", transaction_timeout=10
+                settings, right.name, client_id="test", transaction_timeout=10
             ).close()
         except AccessError:
             return False
         return True
+
+    run.broker.revoke(grant)
+    try:
+        until(lambda: not allowed(), f"{right} to be gone")
+        yield
+    finally:
+        with run.broker.admin() as admin:
+            admin.grant([grant])
+        until(allowed, f"{right} to be back")

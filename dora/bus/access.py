@@ -9,6 +9,7 @@ Operations and resources are Kafka's own (KIP-11, KIP-98). Read, Write, Delete a
 Describe.
 """
 
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -26,7 +27,6 @@ _OPTIONS: dict[Resource, str] = {
     "Topic": "--topic",
     "Group": "--group",
     "TransactionalId": "--transactional-id",
-    "Cluster": "--cluster",
 }
 
 
@@ -42,14 +42,15 @@ class Right:
         return f"{self.operation} on {self.resource} {self.name}"
 
     @property
-    def options(self) -> str:
-        """The right in the words of kafka-acls.sh."""
-        target = "--cluster" if self.resource == "Cluster" else f"{self._option} {self.name}"
-        return f"--operation {self.operation} {target}"
+    def target(self) -> str:
+        """The resource in the words of kafka-acls.sh."""
+        option = _OPTIONS.get(self.resource)
+        return "--cluster" if option is None else f"{option} {self.name}"
 
     @property
-    def _option(self) -> str:
-        return _OPTIONS[self.resource]
+    def options(self) -> str:
+        """The right in the words of kafka-acls.sh."""
+        return f"--operation {self.operation} {self.target}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,9 @@ ROLES: dict[str, Role] = {
     )
 }
 
+ROLES_OF_A_RUN = ("creator", "coordinator", "rollout", "trainer", "reader", "exporter")
+"""Those that every run has; the others are for occasions."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grant:
@@ -252,20 +256,18 @@ def script(given: Iterable[Grant], bootstrap: str) -> str:
         '    ${COMMAND_CONFIG:+--command-config "$COMMAND_CONFIG"} --add "$@"',
         "}",
     ]
-    groups: dict[tuple[str, str, Resource, Operation], list[str]] = {}
+    calls: dict[tuple[str, str, Resource, Operation], list[str]] = {}
     for grant in given:
         right = grant.right
-        groups.setdefault(
-            (grant.role, grant.principal, right.resource, right.operation), []
-        ).append(right.name)
+        call = (grant.role, grant.principal, right.resource, right.operation)
+        calls.setdefault(call, []).append(right.target)
     spoken = ""
-    for (role, principal, resource, operation), names in groups.items():
+    for (role, principal, _, operation), targets in calls.items():
         if role != spoken:
             lines.append(f"# {role}: {ROLES[role].who}")
             spoken = role
-        targets = " ".join(f"{_OPTIONS[resource]} {name}" for name in names)
-        who = "'" + principal.replace("'", "'\\''") + "'"
-        lines.append(f"acls --allow-principal {who} --operation {operation} {targets}")
+        who = f"--allow-principal {shlex.quote(principal)}"
+        lines.append(f"acls {who} --operation {operation} {' '.join(targets)}")
     return "\n".join(lines) + "\n"
 
 

@@ -1,16 +1,16 @@
 """A cluster's ACLs, and whether a process has the rights of its role.
 
 Invariant: a role that lacks a right says so when it starts, with all that it lacks, and not when
-the first incident needs it. Only `grant` and `revoke` change anything.
+the first incident needs it. Only `grant` changes anything.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from confluent_kafka import KafkaException, TopicCollection
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AclBinding,
-    AclBindingFilter,
     AclOperation,
     AclPermissionType,
     ResourcePatternType,
@@ -49,23 +49,17 @@ _ASKING_SECONDS = 10.0
 
 
 class AclAdmin(Admin):
-    """Grants and revokes rights, and asks what the own user may do."""
+    """Grants rights, and asks what the own user may do."""
 
     def grant(self, grants: Iterable[Grant]) -> None:
         """Allow it from any host; what is allowed already stays. AccessError without the right."""
         self.ping()
-        bindings = list({_binding(grant): None for grant in grants})
-        futures = self._admin.create_acls(bindings, request_timeout=self._settings.request_timeout)
+        futures = self._admin.create_acls(
+            list(dict.fromkeys(map(binding, grants))),
+            request_timeout=self._settings.request_timeout,
+        )
         for future in futures.values():
             self._result(future, "granting rights", Right("Cluster", CLUSTER, "Alter"))
-
-    def revoke(self, grants: Iterable[Grant]) -> None:
-        """Take back what `grant` gave; what was not granted stays that way."""
-        self.ping()
-        filters = list({_filter(grant): None for grant in grants})
-        futures = self._admin.delete_acls(filters, request_timeout=self._settings.request_timeout)
-        for future in futures.values():
-            self._result(future, "revoking rights", Right("Cluster", CLUSTER, "Alter"))
 
     def lacking(self, rights: Sequence[Right]) -> list[Right]:
         """Those of `rights` on topics and groups that this user has not (KIP-430).
@@ -75,48 +69,40 @@ class AclAdmin(Admin):
         What is asked of a transactional id shows when it is taken over.
         """
         self.ping()
-        missing = self._lacking_topics([right for right in rights if right.resource == "Topic"])
-        return missing + self._lacking_groups([r for r in rights if r.resource == "Group"])
-
-    def _lacking_topics(self, rights: Sequence[Right]) -> list[Right]:
-        names = sorted({right.name for right in rights})
-        if not names:
-            return []
-        futures = self._admin.describe_topics(
-            TopicCollection(names),
-            include_authorized_operations=True,
-            request_timeout=min(_ASKING_SECONDS, self._settings.request_timeout),
-        )
-        return self._unanswered(rights, futures)
-
-    def _lacking_groups(self, rights: Sequence[Right]) -> list[Right]:
-        names = sorted({right.name for right in rights})
-        if not names:
-            return []
-        futures = self._admin.describe_consumer_groups(
-            names,
-            include_authorized_operations=True,
-            request_timeout=min(_ASKING_SECONDS, self._settings.request_timeout),
-        )
-        return self._unanswered(rights, futures)
-
-    def _unanswered(self, rights: Sequence[Right], futures: dict[str, Any]) -> list[Right]:
+        topics = sorted({right.name for right in rights if right.resource == "Topic"})
+        groups = sorted({right.name for right in rights if right.resource == "Group"})
+        asking: dict[str, Any] = {
+            "include_authorized_operations": True,
+            "request_timeout": min(_ASKING_SECONDS, self._settings.request_timeout),
+        }
+        answers: list[tuple[Resource, str, Future[Any]]] = []
+        if topics:
+            described = self._admin.describe_topics(TopicCollection(topics), **asking)
+            answers += [("Topic", name, future) for name, future in described.items()]
+        if groups:
+            described = self._admin.describe_consumer_groups(groups, **asking)
+            answers += [("Group", name, future) for name, future in described.items()]
         missing = []
-        for name, future in futures.items():
-            wanted = [right for right in rights if right.name == name]
-            doing = f"describing {name}"
-            try:
-                allowed = self._answer(future, doing).authorized_operations
-            except KafkaException as exception:
-                error = kafka_error(exception)
-                if is_unknown_topic(error) or is_passing(error):
-                    continue
-                if not is_forbidden(error):
-                    raise explain(error, self._settings, doing, self._failures) from exception
-                allowed = ()
+        for resource, name, future in answers:
+            allowed = self._allowed(future, f"describing {name}")
             if allowed is not None:
+                wanted = [r for r in rights if (r.resource, r.name) == (resource, name)]
                 missing += [r for r in wanted if _OPERATIONS[r.operation] not in allowed]
         return missing
+
+    def _allowed(self, future: "Future[Any]", doing: str) -> Collection[AclOperation] | None:
+        """What this user may do with a topic or group; None if the cluster does not say."""
+        try:
+            allowed: Collection[AclOperation] | None
+            allowed = self._answer(future, doing).authorized_operations
+            return allowed
+        except KafkaException as exception:
+            error = kafka_error(exception)
+            if is_forbidden(error):
+                return ()
+            if is_unknown_topic(error) or is_passing(error):
+                return None
+            raise explain(error, self._settings, doing, self._failures) from exception
 
 
 def check_rights(role: str, run: str, settings: ClusterSettings) -> None:
@@ -127,22 +113,10 @@ def check_rights(role: str, run: str, settings: ClusterSettings) -> None:
         raise missing_rights(settings, missing, f"the role {role} of run {run}")
 
 
-def _binding(grant: Grant) -> AclBinding:
+def binding(grant: Grant) -> AclBinding:
+    """What Kafka is told to allow."""
     right = grant.right
     return AclBinding(
-        _RESOURCES[right.resource],
-        right.name,
-        ResourcePatternType.LITERAL,
-        grant.principal,
-        _ANY_HOST,
-        _OPERATIONS[right.operation],
-        AclPermissionType.ALLOW,
-    )
-
-
-def _filter(grant: Grant) -> AclBindingFilter:
-    right = grant.right
-    return AclBindingFilter(
         _RESOURCES[right.resource],
         right.name,
         ResourcePatternType.LITERAL,

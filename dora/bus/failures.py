@@ -6,6 +6,7 @@ are remembered for the message of whatever deadline may pass, and are not raised
 """
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from confluent_kafka import KafkaError, KafkaException
 from dora.bus.access import CLUSTER, Resource, Right, principal_of
 from dora.bus.settings import ClusterSettings, redacted
 from dora.bus.tls_probe import speaks_tls, tls_problem, uses_tls
-from dora.errors import AccessError, BusError, ConfigError, DoraError, FencedError, TopicError
+from dora.errors import AccessError, BusError, ConfigError, FencedError, TopicError
 
 Client = TypeVar("Client")
 Answer = TypeVar("Answer")
@@ -64,12 +65,7 @@ _MOVING = {
 }
 """A partition's leadership moves, or was just given: the client must only ask again."""
 _SETTLING = {
-    KafkaError.NOT_LEADER_FOR_PARTITION,
-    KafkaError.LEADER_NOT_AVAILABLE,
     KafkaError.REPLICA_NOT_AVAILABLE,
-    KafkaError.OFFSET_NOT_AVAILABLE,
-    KafkaError.FENCED_LEADER_EPOCH,
-    KafkaError.UNKNOWN_LEADER_EPOCH,
     KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
     KafkaError.COORDINATOR_NOT_AVAILABLE,
     KafkaError.NOT_COORDINATOR,
@@ -83,7 +79,7 @@ _FILES = (
     "ssl.keystore.location",
     "sasl.kerberos.keytab",
 )
-_HANDSHAKE = "SSL handshake failed"
+_NO_TLS = ("SSL handshake failed", "SSL alert number")
 
 
 def is_unknown_topic(error: KafkaError) -> bool:
@@ -108,12 +104,12 @@ def is_hopeless(error: KafkaError) -> bool:
 
     Rights on groups are not among them: librdkafka asks for its reader's group on its own account.
     """
-    return error.code() in _REFUSED or error.code() == KafkaError._SSL or error.code() in _FORBIDDEN
+    return error.code() in _REFUSED | _FORBIDDEN | {KafkaError._SSL}
 
 
 def is_forbidden(error: KafkaError) -> bool:
     """Whether the cluster says that this principal may not do that."""
-    return error.code() in _FORBIDDEN or error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED
+    return error.code() in _FORBIDDEN | {KafkaError.GROUP_AUTHORIZATION_FAILED}
 
 
 class Failures:
@@ -182,9 +178,10 @@ def explain(
             hint="check security.protocol, sasl.mechanism, sasl.username and sasl.password",
         )
     reason = redacted(seen.reason(), settings.properties) if seen is not None else ""
-    if code == KafkaError._SSL or (code in _UNREACHABLE and _HANDSHAKE in reason):
+    no_tls = any(words in reason for words in _NO_TLS)
+    if code == KafkaError._SSL or (code in _UNREACHABLE and no_tls):
         why = tls_problem(address, settings.properties)
-        return _no_tls(settings, why or (reason if _HANDSHAKE in reason else text))
+        return _no_tls(settings, why or (reason if no_tls else text))
     if is_forbidden(error):
         return _forbidden(error, settings, doing, (needs,) if isinstance(needs, Right) else needs)
     if code in _UNKNOWN_TOPIC:
@@ -193,9 +190,9 @@ def explain(
             hint="check the run's name with: dora topics describe RUN",
         )
     if code in _UNREACHABLE:
-        told = seen is not None and seen.last_connection is not None
-        if not told and settings.properties.get("security.protocol", "").lower() == "ssl":
-            reason = "TLS works, and then the cluster hangs up: does it want SASL_SSL?"
+        silent = seen is not None and seen.last_connection is None
+        if silent and settings.properties.get("security.protocol", "").lower() == "ssl":
+            reason = "so does a cluster that wants SASL_SSL"
         detail = f" ({reason})" if reason and reason != text else ""
         return BusError(
             f"Kafka at {address} did not answer while {doing}: {text}{detail}",
@@ -221,7 +218,7 @@ def missing_rights(
     for right in rights:
         kinds.setdefault(f"{right.operation} on {right.resource}", []).append(right.name)
     lacked = "; ".join(f"{kind} {', '.join(names)}" for kind, names in kinds.items())
-    who = f"'{principal}'" if principal.startswith("User:") else "User:NAME"
+    who = shlex.quote(principal) if principal.startswith("User:") else "User:NAME"
     alone = f"kafka-acls.sh --add --allow-principal {who} {rights[0].options}"
     return AccessError(
         f"Kafka at {settings.bootstrap_servers} does not allow {doing}: {principal} lacks "
@@ -325,7 +322,6 @@ def await_answer(
     """
     deadline = time.monotonic() + settings.connect_timeout
     probed = False
-    error: DoraError
     while True:
         remaining = deadline - time.monotonic()
         try:
@@ -336,14 +332,11 @@ def await_answer(
             serve()
             cause = kafka_error(exception)
             if failures.hopeless is not None or not is_transient(cause):
-                error = explain(cause, settings, doing, failures)
-                raise error from exception
+                raise explain(cause, settings, doing, failures) from exception
             if not probed:
                 probed = True
                 if (refusal := _refused_connection(settings)) is not None:
                     raise refusal from exception
             if time.monotonic() >= deadline:
-                error = explain(
-                    cause, settings, f"{doing} for {settings.connect_timeout:g} s", failures
-                )
-                raise error from exception
+                waited = f"{doing} for {settings.connect_timeout:g} s"
+                raise explain(cause, settings, waited, failures) from exception

@@ -6,6 +6,7 @@ reasons it was (librdkafka says only that the certificate "could not be verified
 sent: only the handshake is made.
 """
 
+import os
 import socket
 import ssl
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ _HAS_EXPIRED = 10
 
 _TLS_PROTOCOLS = ("ssl", "sasl_ssl")
 _OWN = ("ssl.certificate.location", "ssl.certificate.pem", "ssl.keystore.location")
+_OFF = ("false", "f", "0")
 _ALERTS = ("CERTIFICATE", "UNKNOWN_CA")
 """In the names of what a server says about its client's certificate."""
 
@@ -96,26 +98,28 @@ def _verification(error: ssl.SSLCertVerificationError, host: str) -> str:
     return f"the broker's certificate cannot be verified: {told}"
 
 
-def _refused_certificate(properties: Mapping[str, str], reason: str) -> str:
+def _refused_certificate(properties: Mapping[str, str], reason: str) -> str | None:
     if not any(name in properties for name in _OWN):
         return (
             "the cluster wants a certificate of this client, which has none "
             "(ssl.certificate.location and ssl.key.location)"
         )
-    own = properties.get("ssl.certificate.location")
-    if "EXPIRED" in reason or (own is not None and _expired(own, properties)):
-        return f"this client's certificate has expired ({own})"
+    own = _own_files(properties)
+    if own is None:
+        return None  # it was not shown
+    if "EXPIRED" in reason or _expired(*own, properties):
+        return f"this client's certificate has expired ({own[0]})"
     told = reason.lower().replace("_", " ")
     return f"the cluster refuses this client's certificate: who signed it is unknown there ({told})"
 
 
-def _expired(path: str, properties: Mapping[str, str]) -> bool:
-    """Whether the certificate in `path` is past its time: a handshake with itself, in memory."""
+def _expired(certificate: str, key: str, properties: Mapping[str, str]) -> bool:
+    """Whether a certificate is past its time: a handshake with itself, in memory."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    _load_own(server, properties)
+    _load(server, certificate, key, properties)
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
-    client.load_verify_locations(path)
+    client.load_verify_locations(certificate)
     client.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (
@@ -135,24 +139,37 @@ def _expired(path: str, properties: Mapping[str, str]) -> bool:
     return False
 
 
-def _load_own(context: ssl.SSLContext, properties: Mapping[str, str]) -> None:
+def _own_files(properties: Mapping[str, str]) -> tuple[str, str] | None:
+    """This client's certificate and key, if both lie in files of PEM: Python loads no others."""
     certificate = properties.get("ssl.certificate.location")
-    if certificate is not None:
-        key = properties.get("ssl.key.location")
-        context.load_cert_chain(certificate, key, lambda: properties.get("ssl.key.password", ""))
+    key = properties.get("ssl.key.location")
+    return None if certificate is None or key is None else (certificate, key)
+
+
+def _load(
+    context: ssl.SSLContext, certificate: str, key: str, properties: Mapping[str, str]
+) -> None:
+    context.load_cert_chain(certificate, key, lambda: properties.get("ssl.key.password", ""))
 
 
 def _context(properties: Mapping[str, str]) -> ssl.SSLContext:
-    location, text = properties.get("ssl.ca.location"), properties.get("ssl.ca.pem")
+    location = properties.get("ssl.ca.location")
     if location == "probe":
         location = None
-    context = ssl.create_default_context(cafile=location, cadata=text)
+    directory = location is not None and os.path.isdir(location)
+    context = ssl.create_default_context(
+        cafile=None if directory else location,
+        capath=location if directory else None,
+        cadata=properties.get("ssl.ca.pem"),
+    )
     if properties.get("ssl.endpoint.identification.algorithm", "https").lower() == "none":
         context.check_hostname = False
-    if properties.get("enable.ssl.certificate.verification", "true").lower() == "false":
+    if properties.get("enable.ssl.certificate.verification", "true").lower() in _OFF:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
-    _load_own(context, properties)
+    own = _own_files(properties)
+    if own is not None:
+        _load(context, *own, properties)
     return context
 
 

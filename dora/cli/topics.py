@@ -9,6 +9,7 @@ import click
 
 from dora.bus.settings import cluster_settings
 from dora.bus.topics import TopicAdmin, TopicInfo, topic_plan
+from dora.cli.columns import columns
 from dora.cli.options import config_argument, json_option, kafka_options, print_line
 from dora.cli.topics_acls import acls
 from dora.cli.topics_plan import plan
@@ -27,8 +28,6 @@ def topics() -> None:
 
 
 topics.add_command(plan)
-
-
 topics.add_command(acls)
 
 
@@ -100,10 +99,7 @@ def describe(run: str | None, kafka: KafkaSection, as_json: bool) -> None:
             json.dumps({"run": run, "cluster_id": cluster, "topics": [_object(t) for t in found]})
         )
         return
-    rows = [_COLUMNS, *(_row(topic) for topic in found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    for row in rows:
-        print_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
+    print_line(columns([_COLUMNS, *map(_row, found)]))
 
 
 @topics.command()

@@ -9,15 +9,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
+from pydantic import ValidationError
 
-from dora.bus.access import ROLES, Grant, default_principal, grants, rights_rows, script
+from dora.bus.access import (
+    ROLES,
+    ROLES_OF_A_RUN,
+    Grant,
+    default_principal,
+    grants,
+    rights_rows,
+    script,
+)
+from dora.bus.acls import AclAdmin
+from dora.bus.settings import cluster_settings
+from dora.cli.columns import columns
 from dora.cli.options import cluster_options, local_broker, print_line
+from dora.config import RunSection
 from dora.config_file import KafkaOverrides, load_kafka_section
 from dora.errors import UsageError
 
 _COLUMNS = ("role", "principal", "operation", "resource", "names", "what for")
-_PROCESSES = ("creator", "coordinator", "rollout", "trainer", "reader", "exporter")
-"""Roles that are shown unless others are asked for."""
 
 
 @click.command()
@@ -27,7 +38,7 @@ _PROCESSES = ("creator", "coordinator", "rollout", "trainer", "reader", "exporte
     "roles",
     multiple=True,
     type=click.Choice(sorted(ROLES)),
-    help="Only this role; may be repeated. By default those of a run: " + ", ".join(_PROCESSES),
+    help="Only this role; may be repeated. By default those of a run: " + ", ".join(ROLES_OF_A_RUN),
 )
 @click.option(
     "--principal",
@@ -63,12 +74,16 @@ def acls(
     They name this run's topics, transactional ids and group literally, so that no role can touch
     another run. Rights are only ever added: take them back with kafka-acls.sh --remove.
     """
-    given = grants(run, _principals(roles or _PROCESSES, principals))
+    try:
+        RunSection(name=run)
+    except ValidationError:
+        raise UsageError(
+            f"{run!r} is no run.name",
+            hint="lower-case letters, digits, - and _ after a first letter or digit",
+        ) from None
+    given = grants(run, _principals(roles or ROLES_OF_A_RUN, principals))
     section = load_kafka_section(kafka=overrides)
     if apply:
-        from dora.bus.acls import AclAdmin
-        from dora.bus.settings import cluster_settings
-
         address = section.bootstrap_servers or local_broker(broker_directory)
         section = section.model_copy(update={"bootstrap_servers": address})
         with AclAdmin(cluster_settings(section)) as admin:
@@ -134,7 +149,4 @@ def _print_table(run: str, given: Sequence[Grant]) -> None:
         for row in rights_rows(role)
     ]
     print_line(f"Names begin with `{run}.`, and * stands for all topics of the run.")
-    widths = [max(len(row[i]) for row in [_COLUMNS, *rows]) for i in range(len(_COLUMNS) - 1)]
-    for row in [_COLUMNS, *rows]:
-        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)]
-        print_line("  ".join([*cells, row[-1]]))
+    print_line(columns([_COLUMNS, *rows]))

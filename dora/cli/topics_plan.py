@@ -8,6 +8,7 @@ import json
 import click
 
 from dora.bus.topics import topic_plan
+from dora.cli.columns import columns
 from dora.cli.options import config_argument, json_option, print_line
 from dora.config import Config
 from dora.core.sizing import Flow, Load, flows, kept_seconds, lanes_needed
@@ -69,12 +70,12 @@ def plan(
         heartbeat_seconds=config.rollout.heartbeat_seconds,
     )
     kept_for = None if retention is None else retention * 3600.0
-    rows = []
+    sent, rows = flows(load), []
     for spec in topic_plan(config):
         suffix = spec.name.rpartition(".")[2]
-        flow = flows(load).get(suffix, Flow(0.0, 0.0))
+        flow = sent.get(suffix, Flow(0.0, 0.0))
         seconds = kept_seconds(suffix, hours * 3600.0, kept_for)
-        rows.append((spec, flow, seconds, replicas * flow.kept(seconds)))
+        rows.append((spec, flow, seconds, replicas * flow.size * seconds))
     total = sum(size for *_, size in rows)
     lanes = lanes_needed(load, brokers or replicas)
     if as_json:
@@ -96,10 +97,7 @@ def plan(
         known = (f"{flow.records:,.1f}", f"{flow.size / 1e6:,.3f}", f"{seconds / 3600:,.4g} h")
         shown = (*known, f"{size / 1e9:,.2f}") if flow.size else ("rare", "", "", "")
         table.append((spec.name, str(spec.partitions), *shown))
-    widths = [max(len(row[column]) for row in table) for column in range(len(_COLUMNS))]
-    for row in table:
-        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        print_line("  ".join((row[0].ljust(widths[0]), *cells)).rstrip())
+    print_line(columns(table, numbers=True))
     copies = "" if replicas == 1 else f" with {replicas} replicas"
     print_line(f"\n{total / 1e9:,.2f} GB on disk{copies}, before compression")
     print_line(f"lanes: {lanes} needed, kafka.lanes = {config.kafka.lanes}")

@@ -58,10 +58,6 @@ class Flow:
     records: float
     size: float
 
-    def kept(self, seconds: float) -> float:
-        """Bytes of so long a time, once."""
-        return self.size * seconds
-
 
 def flows(load: Load) -> Mapping[str, Flow]:
     """By the last part of the topic's name. Handovers and dead letters are not in it: they carry

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dora.bus import (
+    ClusterSettings,
     LogReader,
     LogWriter,
     RunTopics,
@@ -18,9 +19,10 @@ from dora.bus import (
 )
 from dora.bus.access import Grant, Operation, Right
 from dora.bus.acls import AclAdmin
+from dora.bus.tls_probe import tls_problem
 from dora.bus.topics import TopicSpec
 from dora.config import KafkaSection
-from dora.errors import AccessError
+from dora.errors import AccessError, BusError
 from dora.schemas.records import DeadLetter
 from tests.secured_broker import SecuredBroker, settings_of, until
 from tests.small_run import dora, refused
@@ -115,7 +117,6 @@ def test_meeting_the_cluster_the_wrong_way_ends_soon_with_the_reason(
     secured: SecuredBroker, user: str, tmp_path: Path, way: str
 ) -> None:
     listener, meeting, code, parts = WRONG_WAYS[way]
-    secured.certificate("foreign", "localhost", authority=secured.stranger)
     file = tmp_path / "client.properties"
     file.write_text("".join(f"{k}={v}\n" for k, v in meeting(secured, user).items()))
     began = time.monotonic()
@@ -127,12 +128,59 @@ def test_meeting_the_cluster_the_wrong_way_ends_soon_with_the_reason(
     assert took < CONNECT + 10, f"{took:.1f} s"
 
 
-def test_a_client_is_known_by_its_certificate(secured: SecuredBroker) -> None:
-    section = KafkaSection.model_validate(
-        {"bootstrap_servers": secured.address("MUTUAL"), "properties": own(secured, "mutual")}
-    )
-    with TopicAdmin(cluster_settings(section)) as admin:
+def inline(broker: SecuredBroker, name: str) -> dict[str, str]:
+    """The same, with the certificate and its key in the properties themselves."""
+    text = (broker.directory / f"{name}.pem").read_text()
+    key, begin, certificate = text.partition("-----BEGIN CERTIFICATE")
+    return {
+        "security.protocol": "SSL",
+        "ssl.ca.location": str(broker.ca),
+        "ssl.certificate.pem": begin + certificate,
+        "ssl.key.pem": key,
+    }
+
+
+@pytest.mark.parametrize("told", [own, inline])
+def test_a_client_is_known_by_its_certificate(
+    secured: SecuredBroker, told: Callable[[SecuredBroker, str], dict[str, str]]
+) -> None:
+    address, properties = secured.address("MUTUAL"), told(secured, "mutual")
+    with TopicAdmin(ClusterSettings(address, properties)) as admin:
         assert admin.cluster_id() == secured.state.cluster_id
+    assert tls_problem(address, properties) is None
+
+
+def test_a_client_whose_certificate_cannot_be_shown_hears_what_the_cluster_said(
+    secured: SecuredBroker,
+) -> None:
+    settings = ClusterSettings(secured.address("MUTUAL"), inline(secured, "expired"))
+    with pytest.raises(AccessError, match=r"no TLS connection.*alert") as caught:
+        TopicAdmin(settings).ping()
+    assert "BEGIN" not in str(caught.value)
+
+
+@pytest.mark.parametrize("word", ["false", "False", "f", "0"])
+def test_a_certificate_is_no_problem_where_none_is_checked(
+    secured: SecuredBroker, word: str
+) -> None:
+    properties = {"security.protocol": "SSL", "enable.ssl.certificate.verification": word}
+    assert tls_problem(secured.address("EXPIRED"), properties) is None
+
+
+def test_authorities_may_lie_in_a_directory(secured: SecuredBroker, tmp_path: Path) -> None:
+    properties = {"security.protocol": "SSL", "ssl.ca.location": str(tmp_path)}
+    problem = tls_problem(secured.address(), properties)
+    assert problem is not None
+    assert "nobody in ssl.ca.location has signed" in problem
+
+
+def test_tls_without_a_name_where_the_cluster_wants_one_is_asked_about(
+    secured: SecuredBroker,
+) -> None:
+    properties = {"security.protocol": "SSL", "ssl.ca.location": str(secured.ca)}
+    settings = ClusterSettings(secured.address(), properties, connect_timeout=2.0)
+    with pytest.raises(BusError, match=r"did not answer while connecting for 2 s.*SASL_SSL"):
+        TopicAdmin(settings).ping()
 
 
 @pytest.fixture

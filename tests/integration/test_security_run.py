@@ -6,14 +6,13 @@ import json
 import pytest
 from confluent_kafka import Consumer, TopicPartition
 
-from dora.bus.access import ROLES, Right, default_principal, grants
+from dora.bus.access import ROLES, ROLES_OF_A_RUN, Right, default_principal, grants
 from dora.bus.acls import AclAdmin
 from tests.secured_broker import names, until
 from tests.secured_run import (
     CANARY,
     PARTITIONS,
     PROCESSES,
-    ROLES_OF_A_RUN,
     RUN,
     TOPICS,
     Secured,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -163,8 +164,14 @@ def test_lacking_rights_are_named_together_and_one_is_granted_by_a_line() -> Non
         "Kafka at here:9092 does not allow reading: User:eve lacks Read on Topic demo.steps"
     )
     assert one.hint is not None
-    line = "kafka-acls.sh --add --allow-principal 'User:eve' --operation Read --topic demo.steps"
+    line = "kafka-acls.sh --add --allow-principal User:eve --operation Read --topic demo.steps"
     assert one.hint.endswith(line)
+    quoted = missing_rights(
+        ClusterSettings("here:9092", {**settings.properties, "sasl.username": "it's"}),
+        [Right("Topic", "demo.steps", "Read")],
+        "reading",
+    )
+    assert shlex.split((quoted.hint or "").rpartition(": ")[2])[3] == "User:it's"
     several = missing_rights(
         settings,
         [
@@ -233,6 +240,11 @@ def test_one_principal_may_have_several_roles() -> None:
 )
 def test_a_principal_of_another_form_is_refused(options: tuple[str, ...], part: str) -> None:
     refused(command("topics", "acls", "demo", *options), 2, part)
+
+
+@pytest.mark.parametrize("run", ["Demo", "demo; rm -r x", "demo.steps", ""])
+def test_rights_are_of_a_name_that_a_run_may_have(run: str) -> None:
+    refused(command("topics", "acls", run, "--format", "script"), 2, "run.name")
 
 
 def test_the_page_shows_the_rights_as_they_are() -> None:

@@ -109,14 +109,12 @@ class LogReader(Closing):
             if not self._fetched:
                 self._fetch(max_messages, max(0.0, deadline - time.monotonic()))
             awaited = False
-            while self._fetched and len(messages) < max_messages and not awaited:
-                raw = self._fetched.popleft()
+            while self._fetched and len(messages) < max_messages:
                 try:
-                    message = self._take(raw)
+                    message = self._take()
                 except SchemaAwaited:
-                    self._fetched.appendleft(raw)
                     awaited = True
-                    continue
+                    break
                 if message is not None:
                     messages.append(message)
             if messages:
@@ -162,13 +160,12 @@ class LogReader(Closing):
                         if waiting.pop(partition, None) is not None:
                             self._pause(partition, paused)
                         continue
-                    self._fetched.popleft()
                     if partition not in waiting and _is_end(raw):
-                        continue  # it may lie behind messages that are kept
+                        self._fetched.popleft()  # it may lie behind messages that are kept
+                        continue
                     try:
-                        message = self._take(raw)
+                        message = self._take()
                     except SchemaAwaited:
-                        self._fetched.appendleft(raw)
                         time.sleep(_IDLE_SECONDS)
                         break
                     if self._positions.get(partition, -1) >= waiting.get(partition, inf):
@@ -223,11 +220,13 @@ class LogReader(Closing):
             error = kafka_error(exception)
             raise explain(error, self._settings, "reading", self._failures) from exception
 
-    def _take(self, raw: Any) -> Message | None:
-        """The message, its position noted; None for an event or a key that is not wanted.
+    def _take(self) -> Message | None:
+        """The first message fetched, its position noted; None for an event or a key that is not
+        wanted.
 
-        SchemaAwaited, and nothing noted, while the registry has not said what its id means.
+        SchemaAwaited, and it stays the first, while the registry has not said what its id means.
         """
+        raw = self._fetched.popleft()
         error = raw.error()
         topic, partition, offset = raw.topic(), raw.partition(), raw.offset()
         if error is not None:
@@ -238,7 +237,11 @@ class LogReader(Closing):
         if self._wanted is not None and not self._wanted(key):
             self._positions[topic, partition] = offset + 1
             return None
-        message = message_of(raw, key, self._framing)
+        try:
+            message = message_of(raw, key, self._framing)
+        except SchemaAwaited:
+            self._fetched.appendleft(raw)
+            raise
         self._positions[topic, partition] = offset + 1
         return message
 

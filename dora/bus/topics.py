@@ -26,7 +26,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 
 from dora.bus.access import Right
 from dora.bus.admin import Admin
-from dora.bus.failures import explain, is_hopeless, is_transient, kafka_error
+from dora.bus.failures import explain, is_transient, kafka_error
 from dora.bus.topic_plan import (
     SHOWN_CONFIGS,
     RunTopics,
@@ -36,7 +36,7 @@ from dora.bus.topic_plan import (
     topic_plan,
     unknown_run_hint,
 )
-from dora.errors import DeadlineError, TopicError
+from dora.errors import AccessError, DeadlineError, TopicError
 
 __all__ = [
     "RunTopics",
@@ -191,9 +191,9 @@ class TopicAdmin(Admin):
         return set(self._metadata().topics)
 
     def _topics(self, run: str) -> dict[str, Any]:
-        return self._describe(self.existing(run))
+        return self._describe(RunTopics(run).all)
 
-    def _describe(self, names: list[str]) -> dict[str, Any]:
+    def _describe(self, names: Sequence[str]) -> dict[str, Any]:
         """Descriptions of those that exist, in the given order."""
         known = self._names()
         names = [name for name in names if name in known]
@@ -214,18 +214,11 @@ class TopicAdmin(Admin):
         )
         found: dict[str, dict[str, str]] = {}
         for resource, future in futures.items():
-            try:
-                entries = self._answer(future, f"describing {resource.name}")
-            except KafkaException as exception:
-                error = kafka_error(exception)
-                if is_hopeless(error):
-                    continue
-                raise explain(
-                    error, self._settings, f"describing {resource.name}", self._failures
-                ) from exception
-            found[resource.name] = {
-                name: entry.value for name, entry in entries.items() if name in SHOWN_CONFIGS
-            }
+            with suppress(AccessError):  # they may be kept from this user
+                entries = self._result(future, f"describing {resource.name}")
+                found[resource.name] = {
+                    name: entry.value for name, entry in entries.items() if name in SHOWN_CONFIGS
+                }
         return found
 
     def _offsets(self, places: list[KafkaPartition], which: OffsetSpec) -> dict[Any, int]:

@@ -1,16 +1,15 @@
 """A service that takes OpenLineage events over HTTP, and refuses those that are none."""
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import jsonschema
 from referencing import Registry, Resource
 
+from tests.http_server import Handler, served
 from tests.manifests import SCHEMAS, schema
 
 Event = dict[str, Any]
@@ -53,43 +52,29 @@ def check(instance: Any, wanted: Event) -> None:
 
 
 class Receiver:
-    """What arrived. `refusing` answers 503, `wedged` does not answer while it is set."""
+    """What arrived; while `refusing` it answers 503."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.keys: list[str | None] = []
         self.refused: list[str] = []
         self.refusing = False
-        self.wedged: threading.Event | None = None
-        self.arrived = threading.Condition()
         self.url = ""
 
     def take(self, path: str, key: str | None, body: bytes) -> int:
         """The status to answer with."""
-        if self.wedged is not None:
-            self.wedged.wait(60.0)
-        with self.arrived:
-            try:
-                assert path == "/api/v1/lineage", path
-                if self.refusing:
-                    return 503
-                event = json.loads(body)
-                valid(event)
-                self.events.append(event)
-                self.keys.append(key)
-                return 201
-            except (AssertionError, ValueError, jsonschema.ValidationError) as error:
-                self.refused.append(str(error))
-                return 422
-            finally:
-                self.arrived.notify_all()
-
-    def wait_for(self, count: int) -> list[Event]:
-        """The events, once there are that many; AssertionError after a minute."""
-        with self.arrived:
-            done = self.arrived.wait_for(lambda: len(self.events) >= count, 60.0)
-            assert done, f"{len(self.events)} of {count} events; refused: {self.refused}"
-            return list(self.events)
+        try:
+            assert path == "/api/v1/lineage", path
+            if self.refusing:
+                return 503
+            event = json.loads(body)
+            valid(event)
+        except (AssertionError, ValueError, jsonschema.ValidationError) as error:
+            self.refused.append(str(error))
+            return 422
+        self.events.append(event)
+        self.keys.append(key)
+        return 201
 
 
 @contextmanager
@@ -97,25 +82,9 @@ def receiver() -> Iterator[Receiver]:
     """One on a port of its own."""
     taking = Receiver()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Events(Handler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(taking.take(self.path, self.headers.get("Authorization"), body))
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.answer(taking.take(self.path, self.headers.get("Authorization"), self.body()))
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    taking.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with served(Events) as taking.url:
         yield taking
-    finally:
-        if taking.wedged is not None:
-            taking.wedged.set()
-        server.shutdown()
-        server.server_close()

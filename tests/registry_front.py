@@ -8,14 +8,14 @@ named in a header, is a registry of its own; ids are those of the whole registry
 import base64
 import json
 import ssl
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 from dora.bus.broker_process import free_port
+from tests.http_server import Handler, end, listening
 
 _PASSED = ("Accept", "Content-Type")
 
@@ -44,17 +44,12 @@ class Front:
 
     def start(self) -> None:
         """Listen; again after `stop`, at the same port."""
-        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), _handler(self))
-        self._server.daemon_threads = True
-        if self.tls is not None:
-            self._server.socket = self.tls.wrap_socket(self._server.socket, server_side=True)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self._server = listening(_handler(self), self.port, self.tls)
 
     def stop(self) -> None:
         """Go away: connections are refused."""
         if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+            end(self._server)
             self._server = None
 
     def refusal(self, method: str, path: str, authorization: str | None) -> tuple[int, int, str]:
@@ -69,25 +64,19 @@ class Front:
         return 0, 0, ""
 
 
-def _handler(front: Front) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        # Connections end with their answer, so that a front that goes away is away at once.
-        protocol_version = "HTTP/1.0"
-
+def _handler(front: Front) -> type[Handler]:
+    class Passing(Handler):
         def _answer(self) -> None:
             front.asked.append(f"{self.command} {self.path}")
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            refused = front.refusal(self.command, self.path, self.headers.get("Authorization"))
-            if refused[0]:
-                status, code, message = refused
+            body = self.body()
+            status, code, message = front.refusal(
+                self.command, self.path, self.headers.get("Authorization")
+            )
+            if status:
                 content = json.dumps({"error_code": code, "message": message}).encode()
             else:
                 status, content = self._pass_on(body)
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            self.answer(status, content)
 
         def _pass_on(self, body: bytes) -> tuple[int, bytes]:
             headers = {name: self.headers[name] for name in _PASSED if name in self.headers}
@@ -103,10 +92,7 @@ def _handler(front: Front) -> type[BaseHTTPRequestHandler]:
 
         do_GET = do_POST = do_PUT = do_DELETE = _answer
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    return Handler
+    return Passing
 
 
 @contextmanager

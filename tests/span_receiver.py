@@ -1,16 +1,16 @@
 """An OTLP receiver over HTTP, as a collector is one, that keeps the spans of a test."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+
+from tests.http_server import Handler, served
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,30 +73,15 @@ def span_receiver() -> Iterator[Receiver]:
     """A receiver on a free port."""
     receiver = Receiver()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Spans(Handler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
+            body = self.body()
             if self.path != "/v1/traces" or self.headers.get("Content-Encoding"):
                 receiver.broken.append(f"{self.path} {self.headers}")
             else:
                 receiver.take(body)
             answer = ExportTraceServiceResponse().SerializeToString()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/x-protobuf")
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
+            self.answer(200, answer, "application/x-protobuf")
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    receiver.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with served(Spans) as receiver.endpoint:
         yield receiver
-    finally:
-        server.shutdown()
-        server.server_close()

@@ -4,9 +4,10 @@ Invariant: whatever goes wrong leaves as a `dora.errors` that names the registry
 a secret; an answer that is an error leaves as `Refused`, for the caller to judge.
 """
 
-import threading
+import os
 import time
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, TypeVar
 
 from dora.config_registry import RegistrySection
@@ -15,13 +16,16 @@ from dora.errors import ConfigError, RegistryError, RegistryRefusal
 PAUSE_SECONDS = 0.25
 """Before the registry is asked again."""
 
-_OWN_PROPERTIES = frozenset({"url", "timeout", "max.retries"})
-_NUMBERS = frozenset(
-    {"cache.capacity", "cache.latest.ttl.sec", "retries.wait.ms", "retries.max.wait.ms"}
+_OWN_PROPERTIES = frozenset(
+    {
+        *("url", "timeout", "max.retries", "retries.wait.ms", "retries.max.wait.ms"),
+        *("cache.capacity", "cache.latest.ttl.sec"),
+    }
 )
 _ATTEMPT_SECONDS = 5.0
 _READ_ONLY_MODE = 42205
-HINT_DOWN = (
+_NOT_FOUND = 404
+_HINT_DOWN = (
     "check that it runs, and kafka.registry.url (the root of its Confluent-compatible API: "
     "http://HOST:8081, for Apicurio http://HOST:8080/apis/ccompat/v7)"
 )
@@ -59,15 +63,14 @@ class RegistryClient:
         """Whether it ever answered."""
         self._section = section
         self._attempt_seconds = min(_ATTEMPT_SECONDS, max(1.0, attempt_seconds))
-        self._lock = threading.Lock()
-        self._made: Any = None
 
     def call(self, call: Callable[[Any], Result], doing: str, deadline: float) -> Result:
         """Call until the registry answers; Refused with what it answered if that is an error.
 
-        RegistryError when it has not answered by `deadline`.
+        RegistryError when it has not answered by `deadline`; RegistryRefusal when its answer is
+        none of a registry.
         """
-        client = self._client()
+        client = self._client
         from confluent_kafka.schema_registry.error import SchemaRegistryError
 
         started = time.monotonic()
@@ -81,6 +84,8 @@ class RegistryClient:
                     raise refused from error
                 reason = refused.reason
                 cause: Exception = error
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise self.no_registry(f"{type(error).__name__}: {error}") from error
             # Which exceptions a failed connection raises depends on the client's HTTP library.
             except Exception as error:
                 reason, cause = str(error) or type(error).__name__, error
@@ -97,9 +102,25 @@ class RegistryClient:
                 raise RegistryError(
                     f"the schema registry at {self.url} did not answer while {doing} for "
                     f"{time.monotonic() - started:.0f} s: {reason}",
-                    hint=HINT_DOWN,
+                    hint=_HINT_DOWN,
                 ) from cause
             time.sleep(PAUSE_SECONDS)
+
+    def find(self, call: Callable[[Any], Result], doing: str, deadline: float) -> Result | None:
+        """Like `call`, but None for what the registry does not have, and RegistryRefusal for any
+        other error that it answered."""
+        try:
+            return self.call(call, doing, deadline)
+        except Refused as refused:
+            if refused.status != _NOT_FOUND:
+                raise self.refusal(refused, doing) from refused
+            return None
+
+    def no_registry(self, reason: str) -> RegistryRefusal:
+        """The error to raise when something else answers at the address."""
+        return RegistryRefusal(
+            f"{self.url} does not answer as a schema registry: {reason}", hint=_HINT_DOWN
+        )
 
     def refusal(self, refused: Refused, doing: str) -> RegistryRefusal:
         """The error to raise for a refusal that happened while `doing` (a gerund)."""
@@ -126,13 +147,8 @@ class RegistryClient:
             )
         return RegistryRefusal(f"{where} refused {doing}: {refused.reason}")
 
+    @cached_property
     def _client(self) -> Any:
-        with self._lock:
-            if self._made is None:
-                self._made = self._make_client()
-            return self._made
-
-    def _make_client(self) -> Any:
         try:
             from confluent_kafka.schema_registry import SchemaRegistryClient
         except ImportError as error:
@@ -141,21 +157,22 @@ class RegistryClient:
                 hint="pip install 'dora-rl[registry]'",
             ) from error
         properties: dict[str, Any] = {
-            name: _number(name, value.get_secret_value())
-            for name, value in self._section.properties.items()
+            name: value.get_secret_value() for name, value in self._section.properties.items()
         }
-        properties["url"] = self.url
-        properties["max.retries"] = 0
-        properties["timeout"] = self._attempt_seconds
+        for name, value in properties.items():
+            if name.endswith(".location") and not os.access(value, os.R_OK):
+                raise ConfigError(
+                    f"a property of the schema registry is not accepted: {name} names {value}, "
+                    "which cannot be read",
+                    hint="relative paths start where the command runs",
+                )
+        # Its own tries have no deadline for all of them together.
+        properties |= {"url": self.url, "max.retries": 0, "timeout": self._attempt_seconds}
         try:
             return SchemaRegistryClient(properties)
         except (ValueError, TypeError, OSError) as error:
-            # Messages of the client name properties, not their values; OSError names a file.
+            # Messages of the client name properties, not their values.
             raise ConfigError(
                 f"a property of the schema registry is not accepted: {error}",
                 hint="names of properties: confluent_kafka.schema_registry.SchemaRegistryClient",
             ) from error
-
-
-def _number(name: str, text: str) -> str | int:
-    return int(text) if name in _NUMBERS and text.isdecimal() else text

@@ -10,14 +10,16 @@ Subjects are the records' full names (`RecordNameStrategy`): several kinds of re
 and all runs share the schemas, so that a registry holds nine subjects however many runs there are.
 """
 
+import math
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from dora.bus.registry_client import HINT_DOWN, PAUSE_SECONDS, Refused, RegistryClient
+from dora.bus.registry_client import PAUSE_SECONDS, Refused, RegistryClient
 from dora.config_registry import RegistrySection
-from dora.errors import DoraError, RegistryRefusal
+from dora.errors import RegistryRefusal
 from dora.schemas.framing import RegistryFraming, SchemaAwaited, UndecodableRecord
 from dora.schemas.registry import (
     CURRENT,
@@ -32,23 +34,15 @@ COMPATIBILITY = "FULL_TRANSITIVE"
 
 _UNKNOWN_SECONDS = 60.0
 _KEPT_UNKNOWN = 1000
-_NOT_FOUND = 404
 
 
 @dataclass(slots=True)
 class _Question:
-    """An id that the registry was asked for. Times are those of `time.monotonic`."""
+    """An id that the registry was asked for."""
 
-    since: float
-    answer: Schema | UndecodableRecord | DoraError | None = None
-    until: float | None = None
-    """When the answer has to be asked for anew; None: never."""
-
-
-@dataclass(slots=True)
-class _Ids:
-    known: dict[int, Schema] = field(default_factory=dict)
-    asked: dict[int, _Question] = field(default_factory=dict)
+    answer: "Future[Schema]" = field(default_factory=Future)
+    until: float = math.inf
+    """When it has to be asked for anew, as `time.monotonic`."""
 
 
 class SchemaRegistry:
@@ -68,7 +62,8 @@ class SchemaRegistry:
         self._request_timeout = request_timeout
         self._lock = threading.RLock()
         self._is_registry = False
-        self._ids = _Ids()
+        self._known: dict[int, Schema] = {}
+        self._asked: dict[int, _Question] = {}
         self.framing = RegistryFraming(self._find)
         """For the codec; for writing only after `prepare`."""
 
@@ -86,12 +81,13 @@ class SchemaRegistry:
                 ids = {}
                 for name in RECORD_TYPES:
                     ids[name] = self._id_of(name, deadline)
-                    self._ids.known[ids[name]] = CURRENT[name]
+                    self._known[ids[name]] = CURRENT[name]
                 self.framing.write_with(ids)
         return self.framing
 
     def ping(self) -> None:
-        """RegistryError unless a registry answers within `connect_timeout`."""
+        """RegistryError unless a registry answers within `connect_timeout` and takes the
+        credentials."""
         self._is_registry = False
         self._probe(time.monotonic() + self._connect_timeout)
 
@@ -102,12 +98,11 @@ class SchemaRegistry:
         try:
             self._client.call(lambda client: client.get_compatibility(), "connecting", deadline)
         except Refused as refused:
+            if refused.status == 401:
+                raise self._client.refusal(refused, "connecting") from refused
             # The right to see the global level is not needed.
-            if refused.status not in (401, 403):
-                raise RegistryRefusal(
-                    f"{self.url} does not answer as a schema registry: {refused.reason}",
-                    hint=HINT_DOWN,
-                ) from refused
+            if refused.status != 403:
+                raise self._client.no_registry(refused.reason) from refused
         self._is_registry = True
 
     def _id_of(self, name: str, deadline: float) -> int:
@@ -118,17 +113,12 @@ class SchemaRegistry:
         schema = RegistrySchema(current_text(name), "AVRO")
 
         def look_up() -> int | None:
-            try:
-                found = self._client.call(
-                    lambda client: client.lookup_schema(subject, schema),
-                    f"looking up {subject}",
-                    deadline,
-                )
-            except Refused as refused:
-                if refused.status != _NOT_FOUND:
-                    raise self._client.refusal(refused, f"looking up {subject}") from refused
-                return None
-            return int(found.schema_id)
+            found = self._client.find(
+                lambda client: client.lookup_schema(subject, schema),
+                f"looking up {subject}",
+                deadline,
+            )
+            return None if found is None else int(found.schema_id)
 
         self._have_level(subject, deadline)
         number = look_up()
@@ -142,19 +132,18 @@ class SchemaRegistry:
                 f"{subject}, and kafka.registry.register_schemas is false",
                 hint="let someone who may register run: dora topics create CONFIG",
             )
+        registering = f"registering {subject}"
         try:
             return int(
                 self._client.call(
-                    lambda client: client.register_schema(subject, schema),
-                    f"registering {subject}",
-                    deadline,
+                    lambda client: client.register_schema(subject, schema), registering, deadline
                 )
             )
         except Refused as refused:
             # Another process may have done it meanwhile; someone else, with other line breaks.
             number = look_up() or self._equal_version(name, subject, deadline)
             if number is None:
-                raise self._client.refusal(refused, f"registering {subject}") from refused
+                raise self._client.refusal(refused, registering) from refused
             return number
 
     def _equal_version(self, name: str, subject: str, deadline: float) -> int | None:
@@ -163,19 +152,14 @@ class SchemaRegistry:
         def versions(client: Any) -> list[Any]:
             return [client.get_version(subject, each) for each in client.get_versions(subject)]
 
-        try:
-            for found in reversed(self._client.call(versions, f"looking up {subject}", deadline)):
-                if _fingerprint(found.schema.schema_str) == CURRENT[name].fingerprint:
-                    return int(found.schema_id)
-        except Refused as refused:
-            if refused.status != _NOT_FOUND:
-                raise self._client.refusal(refused, f"looking up {subject}") from refused
+        for found in reversed(self._client.find(versions, f"looking up {subject}", deadline) or []):
+            if _fingerprint(found.schema.schema_str) == CURRENT[name].fingerprint:
+                return int(found.schema_id)
         return None
 
     def _have_level(self, subject: str, deadline: float) -> None:
         """Make the registry check the subject's schemas for COMPATIBILITY."""
-        doing = f"reading the compatibility of {subject}"
-        if self._level(subject, doing, deadline) == COMPATIBILITY:
+        if self._level(subject, deadline) == COMPATIBILITY:
             return
         refused: Refused | None = None
         if self._may_register:
@@ -191,7 +175,7 @@ class SchemaRegistry:
                     raise self._client.refusal(refusal, setting) from refusal
                 refused = refusal
         # Where the subject has no level of its own the registry's counts.
-        level = self._level(subject, doing, deadline) or self._level(None, doing, deadline)
+        level = self._level(subject, deadline) or self._level(None, deadline)
         if level != COMPATIBILITY:
             why = f" and may not be changed here: {refused.reason}" if refused else ""
             raise RegistryRefusal(
@@ -200,77 +184,57 @@ class SchemaRegistry:
                 hint="let someone who may change it run: dora topics create CONFIG",
             )
 
-    def _level(self, subject: str | None, doing: str, deadline: float) -> str | None:
+    def _level(self, subject: str | None, deadline: float) -> str | None:
         """The compatibility of a subject, None if it has none of its own; or the registry's."""
-        try:
-            return str(
-                self._client.call(lambda client: client.get_compatibility(subject), doing, deadline)
-            ).upper()
-        except Refused as refused:
-            if refused.status == _NOT_FOUND:
-                return None
-            raise self._client.refusal(refused, doing) from refused
+        doing = f"reading the compatibility of {subject or 'new subjects'}"
+        level = self._client.find(lambda client: client.get_compatibility(subject), doing, deadline)
+        return None if level is None else str(level).upper()
 
     def _find(self, number: int) -> Schema:
         """See `RegistryFraming`; RegistryError if the registry stayed away."""
         with self._lock:
-            known = self._ids.known.get(number)
-            if known is not None:
-                return known
-            now = time.monotonic()
-            question = self._ids.asked.get(number)
-            if question is None or (question.until is not None and now >= question.until):
-                if len(self._ids.asked) >= _KEPT_UNKNOWN:
-                    self._ids.asked.clear()
-                question = self._ids.asked[number] = _Question(now)
+            if number in self._known:
+                return self._known[number]
+            question = self._asked.get(number)
+            if question is None or time.monotonic() >= question.until:
+                if len(self._asked) >= _KEPT_UNKNOWN:
+                    self._asked.clear()
+                question = self._asked[number] = _Question()
                 threading.Thread(
                     target=self._ask, args=(number, question), name="registry", daemon=True
                 ).start()
-            answer = question.answer
-            if isinstance(answer, DoraError):
-                del self._ids.asked[number]
-        if answer is None:
-            raise SchemaAwaited(number)
-        if isinstance(answer, Schema):
-            return answer
-        if isinstance(answer, UndecodableRecord):
-            raise UndecodableRecord(answer.code, answer.reason)
-        raise answer
+            if not question.answer.done():
+                raise SchemaAwaited(number)
+            error = question.answer.exception()
+            if error is None:
+                return question.answer.result()
+            if isinstance(error, UndecodableRecord):
+                # Raised many times, one object would gather all their tracebacks.
+                raise UndecodableRecord(error.code, error.reason)
+            del self._asked[number]
+            raise error
 
     def _ask(self, number: int, question: _Question) -> None:
-        """Ask until there is an answer, in a thread: whoever waits goes on with its work."""
-        wait = self._request_timeout if self._client.answered else self._connect_timeout
-        doing = f"asking for schema {number}"
-        answer: Schema | UndecodableRecord | DoraError
-        # For what is not foreseen: whoever waits must not wait for ever.
-        answer = RegistryRefusal(f"{doing} at {self.url} failed; the reason stands in the log")
-        until: float | None = None
+        """In a thread, so that whoever waits for the answer goes on with its work."""
         try:
-            answer = self._schema(number, doing, question.since + wait)
-        except UndecodableRecord as none:
-            answer, until = none, time.monotonic() + _UNKNOWN_SECONDS
-        except DoraError as error:
-            answer = error
-        finally:
-            with self._lock:
-                if isinstance(answer, Schema):
-                    self._ids.known[number] = answer
-                question.until = until
-                question.answer = answer
+            question.answer.set_result(self._schema(number))
+        except Exception as error:  # noqa: BLE001 - raised by whoever waits for the answer
+            question.until = time.monotonic() + _UNKNOWN_SECONDS
+            question.answer.set_exception(error)
 
-    def _schema(self, number: int, doing: str, deadline: float) -> Schema:
+    def _schema(self, number: int) -> Schema:
+        """Ask until there is an answer."""
+        patience = self._request_timeout if self._client.answered else self._connect_timeout
+        deadline = time.monotonic() + patience
         self._probe(deadline)
-        for attempt in range(2):
-            try:
-                found = self._client.call(lambda client: client.get_schema(number), doing, deadline)
-            except Refused as refused:
-                if refused.status != _NOT_FOUND:
-                    raise self._client.refusal(refused, doing) from refused
-                # One server of several may learn of a new schema a moment later than the others.
-                if attempt == 0:
-                    time.sleep(PAUSE_SECONDS)
-                continue
-            return _own_schema(found, number, self.url)
+        for pause in (PAUSE_SECONDS, 0.0):
+            found = self._client.find(
+                lambda client: client.get_schema(number), f"asking for schema {number}", deadline
+            )
+            if found is not None:
+                return _own_schema(found, number, self.url)
+            # One server of several may learn of a new schema a moment later than the others.
+            time.sleep(pause)
         raise UndecodableRecord(
             "unknown_schema", f"the schema registry at {self.url} has no schema with id {number}"
         )

@@ -1,11 +1,12 @@
-"""A whole run whose records are named by a real schema registry, and the commands that read it."""
+"""A whole run whose records are named by a real schema registry, which is away for a while in its
+middle, and the commands that read it."""
 
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from click.testing import Result
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
 
-from dora.bus import BEGINNING, LogReader, cluster_settings
+from dora.bus import BEGINNING, END, ClusterSettings, LogReader, cluster_settings
 from dora.config import KafkaSection
 from dora.schemas.registry import FULL_NAMES
 from tests.brokers import Cluster
@@ -24,7 +25,7 @@ from tests.small_run import dora, refused
 
 DEADLINE = 280.0
 NAME = f"named-{os.getpid()}"
-STEPS = 3
+STEPS = 10
 CONFIG = """\
 [run]
 name = "{run}"
@@ -47,6 +48,8 @@ length_mean = 8
 [trainer]
 engine = "emulated"
 steps = {steps}
+[trainer.emulated]
+step_seconds = 0.5
 [kafka]
 connect_timeout_seconds = 30
 [kafka.registry]
@@ -76,24 +79,35 @@ class NamedRun:
         )
 
 
-def spoil(kafka: Cluster, front: Front, foreign: int) -> None:
-    """Put records with foreign ids into the trajectories as soon as the run reads them."""
+def disturb(kafka: Cluster, front: Front, foreign: int) -> None:
+    """Take the registry away from the running run, and put records with foreign ids into its
+    trajectories; then bring it back."""
     section = {
         "bootstrap_servers": kafka.bootstrap_servers,
         "registry": {"url": front.url, "properties": {"basic.auth.user.info": "ann:right"}},
         "connect_timeout_seconds": 60,
     }
     settings = cluster_settings(KafkaSection.model_validate(section))
-    with LogReader(settings, client_id="test") as reader:
-        reader.assign({(f"{NAME}.policies", 0): BEGINNING})
-        until = time.monotonic() + DEADLINE
-        while not reader.poll(timeout=0.1):
-            assert time.monotonic() < until, "version 0 was not published"
+    assert settings.registry is not None
+    settings.registry.prepare()
     producer = Producer({"bootstrap.servers": kafka.bootstrap_servers})
+    # Whoever writes has written once a trajectory is there.
+    await_record(settings, {(f"{NAME}.trajectories", number): BEGINNING for number in range(3)})
+    front.stop()
+    await_record(settings, {(f"{NAME}.steps", 0): END})
     for partition in range(3):
         for value in (b"\0" + foreign.to_bytes(4, "big") + b"\x04hi", b"\0\x70\0\0\0x"):
             producer.produce(f"{NAME}.trajectories", value, partition=partition)
     assert producer.flush(DEADLINE) == 0
+    front.start()
+
+
+def await_record(settings: ClusterSettings, places: Mapping[tuple[str, int], int]) -> None:
+    with LogReader(settings, client_id="test") as reader:
+        reader.assign(places)
+        until = time.monotonic() + DEADLINE
+        while not reader.poll(timeout=0.1):
+            assert time.monotonic() < until, f"nothing came to {places}"
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +133,7 @@ def named(
             text=True,
         ) as process:
             try:
-                spoil(kafka, front, foreign)
+                disturb(kafka, front, foreign)
                 output, _ = process.communicate(timeout=DEADLINE)
             finally:
                 process.terminate()

@@ -33,6 +33,7 @@ from dora.errors import ConfigError, DoraError, RegistryError, RegistryRefusal
 from dora.schemas.codec import encode
 from dora.schemas.registry import FULL_NAMES, RECORD_TYPES, current_text
 from tests.brokers import Cluster
+from tests.http_server import Handler, served
 from tests.registry_front import Front, registry_front
 from tests.run_records import admission, policy, trajectory
 from tests.schema_registry import Registry
@@ -195,12 +196,29 @@ def test_another_server_at_the_address_is_no_registry(registry: Registry) -> Non
     )
 
 
+@pytest.mark.parametrize("content", [b"<html>welcome</html>", b'{"status": "up"}', b"[]", b""])
+def test_a_server_that_answers_something_else_is_no_registry_and_not_waited_for(
+    content: bytes,
+) -> None:
+    class Elsewhere(Handler):
+        def do_GET(self) -> None:
+            self.answer(200, content)
+
+    with served(Elsewhere) as url:
+        refused(
+            RegistryRefusal,
+            reached(url).prepare,
+            f"{url} does not answer as a schema registry",
+            "/apis/ccompat/v7",
+        )
+
+
 def test_a_wrong_password_is_refused_without_being_told(front: Front) -> None:
     front.password = "ann:right"
     keys = {"properties": {"basic.auth.user.info": "ann:wrong-secret"}}
-    error = refused(
-        RegistryRefusal, reached(front, **keys).prepare, "refused the credentials (ann)"
-    )
+    parts = ("refused the credentials (ann)", "HTTP status 401")
+    error = refused(RegistryRefusal, reached(front, **keys).prepare, *parts)
+    refused(RegistryRefusal, reached(front, **keys).ping, *parts)
     assert "wrong-secret" not in str(error) + repr(reached(front, **keys).__dict__)
     refused(RegistryRefusal, reached(front).prepare, "refused the credentials (no user name)")
     right = {"properties": {"basic.auth.user.info": "ann:right"}}
@@ -221,15 +239,19 @@ def test_tls_needs_the_right_authority(registry: Registry, run_name: str, tmp_pa
         assert with_authority(tmp_path / "ca.pem").prepare().prefixes
         parts = ("no TLS connection", "certificate", "ssl.ca.location")
         refused(RegistryError, with_authority(tmp_path / "other.pem").prepare, *parts)
-        refused(ConfigError, with_authority(tmp_path / "none.pem").prepare, "is not accepted")
+        parts = ("ssl.ca.location names", "none.pem, which cannot be read")
+        refused(ConfigError, with_authority(tmp_path / "none.pem").prepare, *parts)
+        (tmp_path / "no.pem").write_text("no certificate")
+        refused(ConfigError, with_authority(tmp_path / "no.pem").prepare, "is not accepted")
 
 
 def test_properties_that_are_unknown_or_doras_own_are_refused(front: Front) -> None:
     keys = {"properties": {"basic.auth.usr.info": "ann:secret"}}
     error = refused(ConfigError, reached(front, **keys).prepare, "basic.auth.usr.info")
     assert "secret" not in str(error)
-    with pytest.raises(ConfigError, match=r"kafka\.registry\.url"):
-        reached(front, properties={"url": "http://elsewhere"})
+    for name in ("url", "retries.wait.ms"):
+        with pytest.raises(ConfigError, match=rf"must not set {name}\s.*kafka\.registry\.url"):
+            reached(front, properties={name: "1"})
 
 
 @pytest.fixture

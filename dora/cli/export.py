@@ -7,13 +7,14 @@ import importlib
 import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import click
 
 from dora.bus.settings import cluster_settings
 from dora.cli.console import waiting
-from dora.cli.export_options import TargetOptions, details_line, place_of, target_options
+from dora.cli.export_options import arguments_of, details_line, place_of, target_options
 from dora.cli.options import json_option, kafka_options, print_line, timeout_option
 from dora.config import KafkaSection
 from dora.consumers.export_run import Summary, Wanted, check_complete, export_run, spans
@@ -21,6 +22,8 @@ from dora.consumers.export_targets import Target
 from dora.errors import UsageError
 from dora.schemas.records import RunStarted
 
+_CONFIGURED = ("config_file", "sets")
+"""Options of kinds that need the run's configuration, and with it the way to the cluster."""
 _BOUNDS = re.compile(r"(\d*):(\d*)")
 
 
@@ -42,20 +45,20 @@ TARGETS: dict[str, Kind] = {
         "dora.consumers.export_jsonl:JsonlTarget", "lines of JSON, a directory per version"
     ),
     "iceberg": Kind(
-        "dora.cli.export_options:open_iceberg",
+        "dora.consumers.export_iceberg:IcebergTarget",
         "a table of an Iceberg catalog",
-        ("catalog", "property"),
+        ("catalog", "storage"),
     ),
-    "delta": Kind("dora.cli.export_options:open_delta", "a Delta table", ("property",)),
+    "delta": Kind("dora.consumers.export_delta:DeltaTarget", "a Delta table", ("storage",)),
     "sft": Kind(
         "dora.cli.export_options:open_sft",
         "the best response of each group, to imitate",
-        ("form", "min_reward", "config", "set"),
+        ("form", "min_reward", *_CONFIGURED),
     ),
     "dpo": Kind(
         "dora.cli.export_options:open_dpo",
         "the best and the worst response of each group, to prefer one",
-        ("form", "min_reward", "min_margin", "config", "set"),
+        ("form", "min_reward", "min_margin", *_CONFIGURED),
     ),
 }
 
@@ -97,7 +100,7 @@ def export(
     ended: bool,
     no_dead_letters: bool,
     timeout: float,
-    options: TargetOptions,
+    options: dict[str, Any],
     kafka: KafkaSection,
     as_json: bool,
 ) -> None:
@@ -109,19 +112,18 @@ def export(
     """
     wanted = wanted_versions(version, versions)
     place = place_of(to, directory)
-    arguments = options.of(to, TARGETS[to].options, kafka)
-    details: dict[str, int] = {}
+    kind = TARGETS[to]
+    arguments = arguments_of(to, kind.options, options)
+    if set(_CONFIGURED) <= set(kind.options):
+        arguments["kafka"] = kafka
+
+    say = partial(click.echo, err=True)
+
+    def open_target(started: RunStarted) -> Target:
+        opened: Target = _load(kind.target)(place, started, say, **arguments)
+        return opened
+
     with waiting(f"reading {run}", quiet=as_json) as progress:
-
-        def open_target(started: RunStarted) -> Target:
-            make = _load(TARGETS[to].target)
-            opened: Target = make(
-                place, started, lambda text: click.echo(text, err=True), **arguments
-            )
-            nonlocal details
-            details = getattr(opened, "details", details)
-            return opened
-
         summary = export_run(
             cluster_settings(kafka),
             run,
@@ -133,12 +135,9 @@ def export(
             say=progress,
         )
     if as_json:
-        about = {"to": to} | ({"details": details} if details else {})
-        print_line(json.dumps(summary.to_json() | about))
+        print_line(json.dumps(summary.to_json() | {"to": to}))
     else:
         show(summary)
-        if details:
-            print_line(details_line(details))
     check_complete(summary)
 
 
@@ -178,6 +177,8 @@ def show(summary: Summary) -> None:
             f"{summary.foreign} records do not belong where they lie and were left out; "
             f"{summary.dead_letters} of them are new among the dead letters"
         )
+    if summary.details:
+        print_line(details_line(summary.details))
 
 
 def _load(target: str) -> Any:

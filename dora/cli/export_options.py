@@ -5,7 +5,6 @@ Invariant: an option that the chosen kind does not have is refused, not ignored.
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +12,47 @@ import click
 
 from dora.cli.options import Command, config_file_option, sets_option
 from dora.config import KafkaSection
-from dora.consumers.export_preferences import Choice, Form, Kind, PreferenceTarget, Texts
+from dora.consumers.export_preferences import PreferenceTarget, Texts
 from dora.consumers.export_targets import Say, Target
 from dora.consumers.recorded_config import recorded_config
+from dora.core.preferences import Choice, Form, Kind
 from dora.errors import UsageError
 from dora.schemas.records import RunStarted
 
+_FLAGS = {
+    "catalog": "--catalog",
+    "storage": "--property",
+    "form": "--form",
+    "min_reward": "--min-reward",
+    "min_margin": "--min-margin",
+    "config_file": "--config",
+    "sets": "--set",
+}
+"""By the name of the argument that a target takes."""
 
-@dataclass(frozen=True, slots=True)
-class TargetOptions:
-    """What was given: by the option's name, and only that."""
 
-    given: Mapping[str, Any]
+def arguments_of(kind: str, allowed: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments for a target of `kind`, which has the `allowed` ones: those that were given.
 
-    def of(self, kind: str, allowed: tuple[str, ...], kafka: KafkaSection) -> dict[str, Any]:
-        """Arguments for a target of `kind`, which has the `allowed` options; UsageError if others
-        were given."""
-        wrong = [name for name in self.given if name not in allowed]
-        if wrong:
-            raise UsageError(
-                f"--{wrong[0].replace('_', '-')} does not go with --to {kind}",
-                hint="It has " + ", ".join(f"--{n.replace('_', '-')}" for n in allowed) + "."
-                if allowed
-                else None,
-            )
-        return {**self.given, "kafka": kafka} if allowed else {}
+    UsageError if others were given.
+    """
+    arguments = {name: value for name, value in given.items() if value not in (None, (), {})}
+    wrong = [_FLAGS[name] for name in arguments if name not in allowed]
+    if wrong:
+        raise UsageError(
+            f"{wrong[0]} does not go with --to {kind}",
+            hint=f"It has {', '.join(_FLAGS[name] for name in allowed)}." if allowed else None,
+        )
+    return arguments
 
 
 def target_options(command: Command) -> Command:
-    """The options of all kinds; the command gets `options`."""
-    own = ("catalog", "property", "form", "min_reward", "min_margin", "config", "set")
+    """The options of all kinds; the command gets `options`, by the names of `_FLAGS`."""
 
     @functools.wraps(command)
-    def wrapper(*args: Any, config_file: Path | None, sets: tuple[str, ...], **kwargs: Any) -> Any:
-        values = {"config": config_file, "set": sets} | {n: kwargs.pop(n) for n in own[:5]}
-        given = {name: value for name, value in values.items() if value not in (None, (), {})}
-        return command(*args, options=TargetOptions(given), **kwargs)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        options = {name: kwargs.pop(name) for name in _FLAGS}
+        return command(*args, options=options, **kwargs)
 
     options: tuple[Callable[[Command], Command], ...] = (
         click.option(
@@ -58,6 +62,7 @@ def target_options(command: Command) -> Command:
         ),
         click.option(
             "--property",
+            "storage",
             multiple=True,
             callback=_properties,
             metavar="KEY=VALUE",
@@ -103,37 +108,14 @@ def place_of(kind: str, text: str) -> Path | str:
     )
 
 
-def open_iceberg(
-    place: Path, started: RunStarted, say: Say, *, kafka: KafkaSection, **given: Any
-) -> Target:
-    """`--to iceberg`."""
-    from dora.consumers.export_iceberg import IcebergTarget
-
-    properties = given.get("property")
-    return IcebergTarget(place, started, say, catalog=given.get("catalog"), properties=properties)
-
-
-def open_delta(
-    place: Path | str, started: RunStarted, say: Say, *, kafka: KafkaSection, **given: Any
-) -> Target:
-    """`--to delta`."""
-    from dora.consumers.export_delta import DeltaTarget
-
-    return DeltaTarget(place, started, say, properties=given.get("property"))
-
-
-def open_sft(
-    place: Path, started: RunStarted, say: Say, *, kafka: KafkaSection, **given: Any
-) -> Target:
+def open_sft(place: Path, started: RunStarted, say: Say, **given: Any) -> Target:
     """`--to sft`."""
-    return _open_data_set("sft", place, started, say, kafka, given)
+    return _open_data_set("sft", place, started, say, **given)
 
 
-def open_dpo(
-    place: Path, started: RunStarted, say: Say, *, kafka: KafkaSection, **given: Any
-) -> Target:
+def open_dpo(place: Path, started: RunStarted, say: Say, **given: Any) -> Target:
     """`--to dpo`."""
-    return _open_data_set("dpo", place, started, say, kafka, given)
+    return _open_data_set("dpo", place, started, say, **given)
 
 
 def details_line(details: Mapping[str, int]) -> str:
@@ -157,19 +139,22 @@ def _open_data_set(
     place: Path,
     started: RunStarted,
     say: Say,
+    *,
     kafka: KafkaSection,
-    given: Mapping[str, Any],
+    form: Form = "text",
+    min_reward: float | None = None,
+    min_margin: float = 0.0,
+    config_file: Path | None = None,
+    sets: tuple[str, ...] = (),
 ) -> Target:
-    form: Form = given.get("form", "text")
     if kind == "dpo" and form == "tokens":
         raise UsageError(
             "--to dpo has no --form tokens: trainers of preferences read texts only",
             hint="Use --form text or --form chat.",
         )
-    config = recorded_config(started, kafka, given.get("config"), given.get("set", ()))
-    least = given.get("min_reward")
-    if least is None and kind == "sft":
-        least = config.task.success_threshold
+    config = recorded_config(started, kafka, config_file, sets)
+    if min_reward is None and kind == "sft":
+        min_reward = config.task.success_threshold
     texts: Texts | None = None
     if form != "tokens":
         if config.task.kind == "synthetic":
@@ -182,7 +167,7 @@ def _open_data_set(
         from dora.producers.tokenization import load_tokenizer
 
         texts = RunTexts(config, load_tokenizer(config.policy))
-    choice = Choice(kind, form, least, given.get("min_margin", 0.0))
+    choice = Choice(kind, form, min_reward, min_margin)
     return PreferenceTarget(place, started, say, choice=choice, texts=texts)
 
 

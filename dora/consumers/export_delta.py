@@ -15,8 +15,8 @@ import pyarrow as pa
 
 from dora import faults
 from dora.consumers.export_lake import EXTRA, Guarded, LakeTarget, first_line
-from dora.consumers.export_rows import SCHEMA, SOURCE_KEY, Source
-from dora.consumers.export_targets import LOCK, Say, version_of
+from dora.consumers.export_rows import SCHEMA, SOURCE_KEY, TOKEN_COLUMNS, Source
+from dora.consumers.export_targets import Say, version_of
 from dora.errors import ExportError, UsageError
 from dora.schemas.records import RunStarted
 
@@ -26,16 +26,16 @@ try:
 except ImportError as error:
     raise UsageError(f"--to delta needs a package that is missing: {error}", hint=EXTRA) from error
 
-_LOG = "_delta_log"
-_LISTS = ("prompt_token_ids", "response_token_ids", "response_logprobs", "response_mask")
 _PLAIN = deltalake.ColumnProperties(dictionary_enabled=False)
 """Of long lists of numbers: see `export_targets.PARQUET_OPTIONS`."""
 _SETTINGS: dict[str, str | None] = {"delta.enableExpiredLogCleanup": "false"}
 
 
 class DeltaTarget(LakeTarget):
-    """A table in the directory `place`, or at an address such as `s3://bucket/path`, for which
-    `properties` are the options of its storage. Raises as `LakeTarget` does."""
+    """A table in the directory `place`, or at an address such as `s3://bucket/path`, which
+    `storage` tells how to reach. Raises as `LakeTarget` does."""
+
+    marker = "_delta_log"
 
     def __init__(
         self,
@@ -43,23 +43,10 @@ class DeltaTarget(LakeTarget):
         run: RunStarted,
         say: Say,
         *,
-        properties: Mapping[str, str] | None = None,
+        storage: Mapping[str, str] | None = None,
     ) -> None:
-        self._place = str(place)
-        self._options = dict(properties or {})
-        super().__init__(place if isinstance(place, Path) else None, run, say, self._options)
-        try:
-            self._table = self._open()
-            if self._table is not None:
-                self._versions = self._look(self._table)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def place(self) -> str:
-        """Directory or address."""
-        return self._place
+        directory = place if isinstance(place, Path) else None
+        super().__init__(str(place), directory, run, say, storage or {})
 
     def write(self, source: Source, batches: Iterator[pa.RecordBatch]) -> int:
         """See `Target.write`."""
@@ -68,15 +55,15 @@ class DeltaTarget(LakeTarget):
         before = None
         if self._table is not None:
             before = self._table.transaction_version(application)
-        there = before is not None or version in self._versions
-        if self.directory is not None and not there:
-            self.sweep(self.directory / f"version={version}")
+        there = before is not None or version in self.exported
         guarded = Guarded(batches)
         commit = deltalake.CommitProperties(
             custom_metadata={SOURCE_KEY: source.to_json()},
             app_transactions=[deltalake.Transaction(application, (before or 0) + 1)],
         )
         try:
+            if self.directory is not None and not there:
+                self.sweep(self.directory / f"version={version}")
             rows = pa.RecordBatchReader.from_batches(SCHEMA, _all(guarded))
             self._commit(rows, commit, f"version = {version}" if there else None)
         except (DeltaError, OSError, ValueError, pa.ArrowException) as error:
@@ -88,22 +75,39 @@ class DeltaTarget(LakeTarget):
                     hint="Run the same command again: it goes on after that version.",
                 ) from error
             raise self.failed(version, first_line(error)) from error
-        self._versions[version] = source
+        self.exported[version] = source
         return self._size(version)
 
-    def check_contents(self, directory: Path) -> None:
-        """UsageError if something is there, and neither a table nor the beginning of one."""
-        entries = sorted(directory.iterdir())
-        if any(entry.name == _LOG for entry in entries):
-            return
-        for entry in entries:
-            if entry.name != LOCK and version_of(entry) is None:
-                raise self.foreign(f"something that this export did not put there: {entry}")
+    def belongs(self, entry: Path) -> bool:
+        """Without a log what the first commit was to add."""
+        return version_of(entry) is not None
+
+    def look(self) -> dict[int, Source]:
+        """The versions that commits added; UsageError if the table is another's."""
+        self._table = self._open()
+        if self._table is None:
+            return {}
+        found: dict[int, Source] = {}
+        for commit in self._table.history():  # the newest first
+            text = commit.get(SOURCE_KEY)
+            if text is None:
+                continue  # another's: compaction, vacuum
+            try:
+                source = Source.from_json(text)
+            except ValueError as error:
+                raise self.foreign("a Delta table of somebody else", error) from error
+            self.check_run(source.run, source.run_id)
+            found.setdefault(source.version, source)
+        if not found:
+            raise self.foreign("a Delta table that no export of dora made")
+        if json.loads(self._table.schema().to_json()) != json.loads(_schema().to_json()):
+            raise self.other_columns(f"it was made by dora {found[max(found)].dora_version}")
+        return found
 
     def _open(self) -> Any:
         """The table; None if there is none yet."""
         try:
-            return deltalake.DeltaTable(self._place, storage_options=self._options or None)
+            return deltalake.DeltaTable(self.place, storage_options=self._storage or None)
         except TableNotFoundError:
             return None
         except (DeltaError, OSError, ValueError) as error:
@@ -111,32 +115,13 @@ class DeltaTarget(LakeTarget):
                 f"cannot open the Delta table {self.place}: {self.hide(first_line(error))}"
             ) from error
 
-    def _look(self, table: Any) -> dict[int, Source]:
-        """The versions that commits added; UsageError if the table is another's."""
-        found: dict[int, Source] = {}
-        for commit in table.history():  # the newest first
-            text = commit.get(SOURCE_KEY)
-            if text is None:
-                continue  # another's: compaction, vacuum
-            try:
-                source = Source.from_json(text)
-            except ValueError as error:
-                raise self.foreign(f"a Delta table of somebody else ({error})") from error
-            self.check_run(source.run, source.run_id)
-            found.setdefault(source.version, source)
-        if not found:
-            raise self.foreign("a Delta table that no export of dora made")
-        if json.loads(table.schema().to_json()) != json.loads(_schema().to_json()):
-            raise self.other_columns(f"it was made by dora {found[max(found)].dora_version}")
-        return found
-
     def _commit(
         self,
         rows: pa.RecordBatchReader,
         commit: Any,
         replaces: str | None,
     ) -> None:
-        lists = {f"{name}.list.element": _PLAIN for name in _LISTS}
+        lists = {f"{name}.list.element": _PLAIN for name in TOKEN_COLUMNS}
         writer = deltalake.WriterProperties(compression="ZSTD", column_properties=lists)
         shared: dict[str, Any] = {
             "partition_by": ["version"],
@@ -146,13 +131,13 @@ class DeltaTarget(LakeTarget):
         if self._table is None:
             started = self._started
             deltalake.write_deltalake(
-                self._place,
+                self.place,
                 rows,
                 mode="error",
                 name="trajectories",
                 description=f"Trajectories of run {started.run} ({started.run_id})",
                 configuration=_SETTINGS,
-                storage_options=self._options or None,
+                storage_options=self._storage or None,
                 **shared,
             )
             self._table = self._open()

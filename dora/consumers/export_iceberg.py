@@ -18,9 +18,10 @@ import pyarrow.parquet as pq
 from dora import faults
 from dora.consumers.export_lake import EXTRA, Guarded, LakeTarget, first_line
 from dora.consumers.export_rows import SCHEMA, SOURCE_KEY, Source
-from dora.consumers.export_targets import LOCK, PARQUET_OPTIONS, Say, flush, refusal
+from dora.consumers.export_targets import PARQUET_OPTIONS, Say, refusal
 from dora.errors import ExportError, UsageError
 from dora.schemas.records import RunStarted
+from dora.weights.store import flush_entry
 
 try:
     from pyiceberg.catalog import load_catalog
@@ -65,9 +66,11 @@ _REFUSED = (
 class IcebergTarget(LakeTarget):
     """The table `dora.<run>` of a catalog in SQLite in the directory `place`, its data below.
 
-    With `catalog` (a name of pyiceberg's configuration, or any name with `properties`) `place` is
-    the table's name there, with its namespace. Raises as `LakeTarget` does.
+    With `catalog` (a name of pyiceberg's configuration, or any name with its properties as
+    `storage`) `place` is the table's name there, with its namespace. Raises as `LakeTarget` does.
     """
+
+    marker = CATALOG_FILE
 
     def __init__(
         self,
@@ -76,40 +79,28 @@ class IcebergTarget(LakeTarget):
         say: Say,
         *,
         catalog: str | None = None,
-        properties: Mapping[str, str] | None = None,
+        storage: Mapping[str, str] | None = None,
     ) -> None:
+        if catalog is None and set("#?") & set(str(place.resolve())):
+            raise UsageError(f"{place.resolve()}: Iceberg has no paths with # or ? in them")
+        self._catalog_name = catalog
         if catalog is None:
-            if set("#?") & set(str(place.resolve())):
-                raise UsageError(f"{place.resolve()}: Iceberg has no paths with # or ? in them")
             self._identifier: tuple[str, ...] = (NAMESPACE, run.run)
-            self._place = str(place)
+            name = str(place)
         else:
             self._identifier = _identifier(str(place))
-            self._place = f"table {place} of the catalog {catalog}"
-        properties = dict(properties or {})
-        super().__init__(place if catalog is None else None, run, say, properties)
-        try:
-            self._catalog = self._open_catalog(catalog, properties)
-            self._table: Any = self._open_table()
-            self._versions = self._look()
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def place(self) -> str:
-        """The directory, or table and catalog."""
-        return self._place
+            name = f"table {place} of the catalog {catalog}"
+        super().__init__(name, place if catalog is None else None, run, say, storage or {})
 
     def write(self, source: Source, batches: Iterator[pa.RecordBatch]) -> int:
         """See `Target.write`."""
         version = source.version
         folder = f"{self._table.location().rstrip('/')}/data/version={version}"
-        if self.directory is not None and version not in self._versions:
-            self.sweep(_local(folder))
         path = f"{folder}/{uuid.uuid4()}.parquet"
         guarded = Guarded(batches)
         try:
+            if self.directory is not None and version not in self.exported:
+                self.sweep(_local(folder))
             rows, size = self._stage(path, source, iter(guarded))
             faults.point("export.version_written")
             self._commit(source, path if rows else None)
@@ -119,19 +110,41 @@ class IcebergTarget(LakeTarget):
             raise self.failed(version, first_line(error)) from error
         if not rows:
             self._discard(path)
-        self._versions[version] = source
+        self.exported[version] = source
         return size if rows else 0
 
-    def check_contents(self, directory: Path) -> None:
-        """UsageError if something is there, and no catalog of an export."""
-        entries = sorted(directory.iterdir())
-        if any(entry.name == CATALOG_FILE for entry in entries):
-            return
-        for entry in entries:
-            if entry.name != LOCK:
-                raise self.foreign(f"something that this export did not put there: {entry}")
+    def belongs(self, entry: Path) -> bool:
+        """Nothing, without a catalog."""
+        return False
 
-    def _open_catalog(self, name: str | None, properties: dict[str, str]) -> Any:
+    def look(self) -> dict[int, Source]:
+        """The versions that commits added; UsageError if the table is another's."""
+        catalog = self._open_catalog()
+        try:
+            try:
+                self._table = catalog.load_table(self._identifier)
+            except NoSuchTableError:
+                self._table = self._create(catalog)
+        except _REFUSED as error:
+            raise ExportError(
+                f"cannot open {self.place}: {type(error).__name__}: {self.hide(first_line(error))}"
+            ) from None
+        properties = self._table.properties
+        if _RUN not in properties:
+            raise self.foreign("an Iceberg table that no export of dora made")
+        self.check_run(properties[_RUN], properties.get(_RUN_ID, ""))
+        if not _same_columns(self._table.schema()):
+            raise self.other_columns(f"it was made by dora {properties.get(_DORA)}")
+        try:
+            sources = [
+                Source.from_json(properties[key]) for key in properties if key.startswith(_PREFIX)
+            ]
+        except ValueError as error:
+            raise self.foreign("an Iceberg table of somebody else", error) from error
+        return {source.version: source for source in sources}
+
+    def _open_catalog(self) -> Any:
+        name, properties = self._catalog_name, self._storage
         if self.directory is not None:
             home = self.directory.resolve()
             address = URL.create("sqlite", database=str(home / CATALOG_FILE))
@@ -153,18 +166,7 @@ class IcebergTarget(LakeTarget):
                 "configuration (~/.pyiceberg.yaml, PYICEBERG_CATALOG__<NAME>__<KEY>).",
             ) from None
 
-    def _open_table(self) -> Any:
-        try:
-            try:
-                return self._catalog.load_table(self._identifier)
-            except NoSuchTableError:
-                return self._create()
-        except _REFUSED as error:
-            raise ExportError(
-                f"cannot open {self.place}: {type(error).__name__}: {self.hide(first_line(error))}"
-            ) from None
-
-    def _create(self) -> Any:
+    def _create(self, catalog: Any) -> Any:
         started = self._started
         properties = {
             _RUN: started.run,
@@ -174,8 +176,8 @@ class IcebergTarget(LakeTarget):
             "write.metadata.delete-after-commit.enabled": "true",
         }
         with suppress(NamespaceAlreadyExistsError):
-            self._catalog.create_namespace(self._identifier[:-1])
-        transaction = self._catalog.create_table_transaction(
+            catalog.create_namespace(self._identifier[:-1])
+        transaction = catalog.create_table_transaction(
             self._identifier, schema=SCHEMA, properties=properties
         )
         with transaction.update_spec() as spec:
@@ -183,28 +185,7 @@ class IcebergTarget(LakeTarget):
         # another export may be faster
         with suppress(CommitFailedException, TableAlreadyExistsError):
             transaction.commit_transaction()
-        return self._catalog.load_table(self._identifier)
-
-    def _look(self) -> dict[int, Source]:
-        """The versions that commits added; UsageError if the table is another's."""
-        table = self._table
-        properties = table.properties
-        if _RUN not in properties:
-            raise self.foreign("an Iceberg table that no export of dora made")
-        self.check_run(properties[_RUN], properties.get(_RUN_ID, ""))
-        if not _same_columns(table.schema()):
-            raise self.other_columns(f"it was made by dora {properties.get(_DORA)}")
-        return self._sources()
-
-    def _sources(self) -> dict[int, Source]:
-        properties = self._table.properties
-        try:
-            sources = [
-                Source.from_json(properties[key]) for key in properties if key.startswith(_PREFIX)
-            ]
-        except ValueError as error:
-            raise self.foreign(f"an Iceberg table of somebody else ({error})") from error
-        return {source.version: source for source in sources}
+        return catalog.load_table(self._identifier)
 
     def _stage(
         self, path: str, source: Source, batches: Iterator[pa.RecordBatch]
@@ -226,7 +207,7 @@ class IcebergTarget(LakeTarget):
                     rows += batch.num_rows
                     writer.write_batch(batch)
             if self.directory is not None:
-                flush(_local(path))
+                flush_entry(_local(path))
         except BaseException:
             self._discard(path)
             raise

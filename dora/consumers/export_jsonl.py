@@ -13,12 +13,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dora.consumers.export_rows import SCHEMA, Source
+from dora.consumers.export_rows import SCHEMA, TOKEN_COLUMNS, Source
 from dora.consumers.export_targets import DirectoryTarget
 
-_PACKED = ("prompt_token_ids", "response_token_ids", "response_logprobs", "response_mask")
-"""Columns that are long lists, of values that Arrow writes as JSON does."""
-_PLAIN = [name for name in SCHEMA.names if name not in _PACKED]
+_PLAIN = [name for name in SCHEMA.names if name not in TOKEN_COLUMNS]
 
 
 class JsonlTarget(DirectoryTarget):
@@ -42,12 +40,22 @@ class JsonlTarget(DirectoryTarget):
 def lines(batch: pa.RecordBatch) -> Iterator[str]:
     """Each row of a batch of `SCHEMA` as a line of JSON."""
     plain = batch.select(_PLAIN).to_pylist()
-    packed = [_joined(batch.column(name)) for name in _PACKED]
+    packed = [_joined(batch.column(name)) for name in TOKEN_COLUMNS]
     for row, *lists in zip(plain, *packed, strict=True):
         row["reward_parts"] = dict(row["reward_parts"])
-        head = json.dumps(row, ensure_ascii=False, default=_time)
-        tail = ", ".join(f'"{name}": [{text}]' for name, text in zip(_PACKED, lists, strict=True))
+        head = _object(row)
+        tail = ", ".join(
+            f'"{name}": [{text}]' for name, text in zip(TOKEN_COLUMNS, lists, strict=True)
+        )
         yield f"{head[:-1]}, {tail}}}\n"
+
+
+def _object(row: dict[str, Any]) -> str:
+    """A row as JSON, which has no word for infinity and for what is no number: they become null."""
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False, default=_time)
+    except ValueError:
+        return _object(json.loads(json.dumps(row, default=_time), parse_constant=lambda name: None))
 
 
 def _joined(column: pa.ListArray) -> list[str]:

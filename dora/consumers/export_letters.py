@@ -5,8 +5,7 @@ already is not written again.
 """
 
 import time
-from types import TracebackType
-from typing import Self
+from contextlib import ExitStack
 
 from dora.bus.reader import BEGINNING, LogReader, Message, Unreadable
 from dora.bus.settings import ClusterSettings
@@ -20,8 +19,9 @@ _FRAME_BYTES = 65_536
 """Left free in a record for what a dead letter says beside the payload."""
 
 
-class DeadLetters:
-    """The dead letters of a run. With `write` False nothing is written, only counted.
+class DeadLetters(ExitStack):
+    """The dead letters of a run; the end of a `with` block waits for what was written. With `write`
+    False nothing is written, only counted.
 
     `deadline` (seconds) bounds reading those that are there, and each wait for the cluster
     (DeadlineError). Raises BusError if the cluster refuses.
@@ -30,6 +30,7 @@ class DeadLetters:
     def __init__(
         self, settings: ClusterSettings, topics: RunTopics, *, write: bool, deadline: float
     ) -> None:
+        super().__init__()
         self._settings = settings
         self._topics = topics
         self._write = write
@@ -71,7 +72,8 @@ class DeadLetters:
             payload=payload[:room],
         )
         if self._writer is None:
-            self._writer = LogWriter(self._settings, client_id=f"{self._topics.run}.{PROCESS}")
+            writer = LogWriter(self._settings, client_id=f"{self._topics.run}.{PROCESS}")
+            self._writer = self.enter_context(writer)
         self._writer.send(self._topics.dead_letters, letter, key=PROCESS)
         self.written += 1
 
@@ -79,23 +81,6 @@ class DeadLetters:
         """Wait until those that were taken are in the log."""
         if self._writer is not None:
             self._writer.flush(self._deadline)
-
-    def close(self) -> None:
-        """Flush and let go of the connections."""
-        if self._writer is not None:
-            self._writer.close(self._deadline)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._writer is not None:
-            self._writer.__exit__(kind, error, trace)
 
     def _there(self) -> set[tuple[str, int, int]]:
         """Where the records lie whose dead letters were written before."""

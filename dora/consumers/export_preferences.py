@@ -1,23 +1,21 @@
 """Data sets for fine-tuning: of each group its best response, or its best and its worst.
 
 Invariant: what a version's file holds follows from the version's rows, the tokenizer and the
-`Choice`, which stands in the file; a directory never mixes two choices. Nothing is taken from
-held-out prompts, from responses that nobody could score, and, as what is to be imitated, from
-responses that were cut off. Every group that gives no example is counted under its reason.
+`Choice`, which stands in the file; a directory never mixes two choices.
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dora.consumers.export_rows import SOURCE_KEY, Source
 from dora.consumers.export_targets import DirectoryTarget, Say
+from dora.core.preferences import Candidate, Choice, Chosen
 from dora.errors import UsageError
 from dora.schemas.records import RunStarted
 
@@ -26,8 +24,6 @@ CHOICE_KEY = "dora.choice"
 IGNORED = -100
 """Label of a token that the loss leaves out, as in torch.nn.CrossEntropyLoss."""
 
-Kind = Literal["sft", "dpo"]
-Form = Literal["text", "chat", "tokens"]
 Messages = Sequence[dict[str, str]]
 
 
@@ -45,36 +41,6 @@ class Texts(Protocol):
 
     def messages(self, ordinal: int, prompt: Sequence[int]) -> Messages:
         """The conversation that the prompt was made of; TaskError if the task has another now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What becomes an example.
-
-    `sft`: the best response of a group, if its reward is at least `min_reward`. `dpo`: the best and
-    the worst one, if their rewards are more than 0 and at least `min_margin` apart and the best is
-    at least `min_reward`.
-    """
-
-    kind: Kind
-    form: Form = "text"
-    min_reward: float | None = None
-    min_margin: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A response of a group. `whole` unless it was cut off at its length limit."""
-
-    trajectory_id: str
-    sample: int
-    ordinal: int
-    reward: float
-    prompt: list[int]
-    response: list[int]
-    mask: list[bool]
-    whole: bool
-    stops: tuple[int, ...]
 
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -114,9 +80,8 @@ class PreferenceTarget(DirectoryTarget):
         self._choice = choice
         self._optional_texts = texts  # None with the form `tokens`, which needs none
         self._schema = schema_of(choice)
-        self.details: Counter[str] = Counter({"examples": 0})
-        """How many examples were made, and how many groups gave none for which reason."""
         super().__init__(directory, run, say)
+        self.details["examples"] = 0  # beside how many groups gave none for which reason
 
     def fill(self, draft: Path, source: Source, batches: Iterator[pa.RecordBatch]) -> None:
         """The version's examples in the order of their prompts."""
@@ -175,9 +140,7 @@ class PreferenceTarget(DirectoryTarget):
         return self._optional_texts
 
     def _completion(self, candidate: Candidate) -> Any:
-        tokens = candidate.response
-        if candidate.whole and tokens and tokens[-1] in candidate.stops:
-            tokens = tokens[:-1]  # trainers put the end of a text there themselves
+        tokens = candidate.content
         text = self._texts.response(tokens)
         if self._choice.form == "chat":
             return [{"role": "assistant", "content": text}]
@@ -185,91 +148,6 @@ class PreferenceTarget(DirectoryTarget):
         if again[-len(candidate.prompt) - len(tokens) :] != candidate.prompt + tokens:
             self.details["tokenised_otherwise"] += 1
         return text
-
-
-@dataclass(slots=True)
-class Group:
-    """What of a group is kept: at most two responses, whatever its size."""
-
-    ordinal: int
-    best: Candidate | None = None
-    worst: Candidate | None = None
-    scored: int = 0
-    cut: int = 0
-    turns: int = 0
-
-    def add(self, candidate: Candidate) -> None:
-        """Keep it if it is the best or the worst one so far; the first of equals wins."""
-        self.scored += 1
-        key = (candidate.reward, -candidate.sample)
-        if not candidate.whole:
-            self.cut += 1
-        elif self.best is None or key > (self.best.reward, -self.best.sample):
-            self.best = candidate
-        if self.worst is None or (candidate.reward, candidate.sample) < (
-            self.worst.reward,
-            self.worst.sample,
-        ):
-            self.worst = candidate
-
-
-class Chosen:
-    """The groups of a version, by the order of their prompts."""
-
-    def __init__(self, choice: Choice) -> None:
-        self._choice = choice
-        self._groups: dict[str, Group] = {}
-
-    def take(
-        self, row: dict[str, Any], prompt: list[int], response: list[int], mask: list[bool]
-    ) -> None:
-        """A row, its tokens, and which of the response the policy generated."""
-        if row["purpose"] != "train":
-            return
-        group = self._groups.setdefault(row["group_id"], Group(row["ordinal"]))
-        if row["reward"] is None:
-            return
-        if self._choice.form != "tokens" and not all(mask):
-            group.turns += 1
-            return
-        group.add(
-            Candidate(
-                row["trajectory_id"],
-                row["sample"],
-                row["ordinal"],
-                row["reward"],
-                prompt,
-                response,
-                mask,
-                row["finish_reason"] == "stop",
-                tuple(row["sampling"]["stop_token_ids"]),
-            )
-        )
-
-    def examples(self, reasons: Counter[str]) -> Iterator[tuple[str, tuple[Candidate, ...]]]:
-        """Each group's id with what it gives; the reasons of the others are counted."""
-        for name, group in sorted(self._groups.items(), key=lambda item: item[1].ordinal):
-            picked = self._pick(group)
-            if isinstance(picked, str):
-                reasons[picked] += 1
-            else:
-                yield name, picked
-
-    def _pick(self, group: Group) -> tuple[Candidate, ...] | str:
-        choice, best, worst = self._choice, group.best, group.worst
-        if not group.scored:
-            return "with_turns_of_others" if group.turns else "not_scored"
-        if best is None or worst is None:
-            return "all_cut_off"
-        margin = best.reward - worst.reward
-        if choice.kind == "dpo":
-            if margin <= 0 or best.response == worst.response:
-                return "without_difference"
-            if margin < choice.min_margin:
-                return "below_min_margin"
-        if choice.min_reward is not None and best.reward < choice.min_reward:
-            return "below_min_reward"
-        return (best,) if choice.kind == "sft" else (best, worst)
 
 
 _FIELDS = (

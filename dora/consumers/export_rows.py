@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dora.consumers.run_log import Placed, RunLog
+from dora.consumers.run_log import Placed
 from dora.consumers.trajectory_rows import Fate, Fates
-from dora.schemas.records import Trajectory
+from dora.schemas.records import Admission, Trajectory
 
-TOKENS_PER_BATCH = 4_000_000
-"""A batch is given out when it holds so many tokens, also if it has fewer rows than asked for."""
+BATCH_BYTES = 32 * 2**20
+"""A batch is given out when its records hold so much, also if it has fewer rows than asked for."""
 
 _TIME = pa.timestamp("us", tz="UTC")
 _FIRST_MS, _LAST_MS = -62_135_596_800_000, 253_402_300_799_999
@@ -121,6 +121,11 @@ class Source:
             raise ValueError(f"no source of an export: {error}") from error
 
 
+TOKEN_COLUMNS = (
+    "prompt_token_ids", "response_token_ids", "response_logprobs", "response_mask",
+)  # fmt: skip
+"""Columns that are long lists of numbers."""
+
 SOURCE_KEY = "dora.source"
 """Under this name targets keep the `Source` in file metadata and table properties."""
 
@@ -147,32 +152,27 @@ _PLAIN = (
 
 
 def batches(
-    log: RunLog,
-    version: int,
-    *,
-    rows: int = 1024,
-    trajectories: Iterable[Placed[Trajectory]] | None = None,
-    fates: Fates | None = None,
+    trajectories: Iterable[Placed[Trajectory]],
+    admissions: Mapping[str, Admission],
+    fates: Fates,
+    rows: int,
 ) -> Iterator[pa.RecordBatch]:
-    """The counted trajectories of `version` as batches of `SCHEMA`, at most `rows` each.
-
-    `trajectories` are those of `version`, where somebody else reads them, and `fates` those of the
-    run's groups, where they are known already; else `log` is asked.
-    """
-    fates = Fates(log) if fates is None else fates
+    """Trajectories of groups in `admissions` as batches of `SCHEMA`, at most `rows` each."""
     pending: list[Placed[Trajectory]] = []
-    tokens = 0
+    size = 0
 
     def batch() -> pa.RecordBatch:
-        groups = (log.admissions[each.record.group_id] for each in pending)
+        groups = (admissions[each.record.group_id] for each in pending)
         return batch_of(pending, list(map(fates.of, groups)))
 
-    for placed in log.trajectories({version}) if trajectories is None else trajectories:
+    for placed in trajectories:
         pending.append(placed)
-        tokens += len(placed.record.mask)
-        if len(pending) >= rows or tokens >= TOKENS_PER_BATCH:
+        record = placed.record
+        size += len(record.token_ids) + len(record.logprobs) + len(record.mask)
+        size += len(record.text or "")
+        if len(pending) >= rows or size >= BATCH_BYTES:
             yield batch()
-            pending, tokens = [], 0
+            pending, size = [], 0
     if pending:
         yield batch()
 

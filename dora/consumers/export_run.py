@@ -6,7 +6,7 @@ the target. So an export may be interrupted anywhere and started again.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from dora import faults
 from dora.bus.settings import ClusterSettings
-from dora.consumers.export_reading import ExportLog, NotWhole, StillOpen, Versions
+from dora.consumers.export_reading import ExportLog, NotWhole, StillOpen, VersionReader
 from dora.consumers.export_rows import batches
 from dora.consumers.export_targets import Say, Target
 from dora.consumers.trajectory_rows import Fates
@@ -49,7 +49,8 @@ class Summary:
     state, `there` is how many were in the target before and still are right. `open` and `missing`
     say by version why it is not exported: it may still change, or records of it are gone.
     `rows` and `bytes` are those added; `foreign` counts the records that do not belong where they
-    lie, `dead_letters` those of them that were written to the dead letters now.
+    lie, `dead_letters` those of them that were written to the dead letters now. `details` are the
+    target's own.
     """
 
     run: str
@@ -66,10 +67,14 @@ class Summary:
     dead_letters: int = 0
     unreadable: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    details: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-able values."""
-        return asdict(self)
+        """As JSON-able values; without `details` if there are none."""
+        values = asdict(self)
+        if not self.details:
+            del values["details"]
+        return values
 
 
 def export_run(
@@ -98,19 +103,20 @@ def export_run(
     left = max(1.0, deadline - (time.monotonic() - began))
     with (
         open_target(log.started) as target,
-        Versions(settings, log, ended=ended, deadline=left) as versions,
+        VersionReader(settings, log, ended=ended, deadline=left) as reader,
         log.letters as letters,
     ):
         log.hand_over()
-        export = _Export(run, log, versions, target, rows, say)
-        for version in versions.numbers:
+        export = _Export(run, log, reader, target, rows, say)
+        for version in reader.versions.numbers:
             if version in wanted:
                 export.take(version)
         letters.flush()
         summary = export.summary
-        summary.duplicates = versions.duplicates
+        summary.duplicates = reader.duplicates
         summary.foreign, summary.dead_letters = letters.seen, letters.written
         summary.unreadable = list(log.unreadable)
+        summary.details = dict(target.details)
     if wanted.single is not None and wanted.single in summary.open:
         raise RunError(
             f"version {wanted.single} of run {run} cannot be exported yet: "
@@ -123,50 +129,44 @@ def export_run(
 
 class _Export:
     def __init__(
-        self, run: str, log: ExportLog, versions: Versions, target: Target, rows: int, say: Say
+        self, run: str, log: ExportLog, reader: VersionReader, target: Target, rows: int, say: Say
     ) -> None:
         self._log = log
-        self._versions = versions
+        self._reader = reader
         self._target = target
         self._rows = rows
         self._say = say
         self._fates = Fates(log)
-        self._there: Mapping[int, Any] = target.exported(run)
+        self._there = dict(target.exported)
         self.summary = Summary(run, target.place)
 
     def take(self, version: int) -> None:
         """Export `version`, or note why not."""
-        versions, summary = self._versions, self.summary
+        versions, summary = self._reader.versions, self.summary
         there = self._there.get(version)
-        if there is not None and not versions.changed(there):
+        if there is not None and not self._reader.changed(there):
             summary.there += 1
-            return
-        reason = versions.open_reason(version)
-        if reason is not None:
+        elif reason := versions.open_reason(version):
             summary.open[version] = reason
-            return
-        reason = versions.gone_reason(version)
-        if reason is not None:
+        elif reason := versions.gone_reason(version):
             summary.missing[version] = reason
-            return
-        counted = 0
+        else:
+            self._write(version)
+
+    def _write(self, version: int) -> None:
+        summary, counted = self.summary, 0
 
         def counting() -> Iterator[pa.RecordBatch]:
             nonlocal counted
-            for batch in batches(
-                self._log,
-                version,
-                rows=self._rows,
-                trajectories=versions.trajectories(version),
-                fates=self._fates,
-            ):
+            trajectories = self._reader.trajectories(version)
+            for batch in batches(trajectories, self._log.admissions, self._fates, self._rows):
                 counted += batch.num_rows
                 self._say(f"version {version}: {counted:,} rows")
                 yield batch
                 faults.point("export.batch_read")
 
         try:
-            size = self._target.write(versions.source(version), counting())
+            size = self._target.write(self._reader.source(version), counting())
         except NotWhole as error:
             summary.missing[version] = error.message
         except StillOpen as error:
@@ -174,7 +174,7 @@ class _Export:
         else:
             faults.point("export.version_exported")
             summary.exported.append(version)
-            if there is not None:
+            if version in self._there:
                 summary.updated.append(version)
             summary.rows += counted
             summary.bytes += size

@@ -7,32 +7,32 @@ export. A directory that is not this run's export is refused before anything is 
 """
 
 import errno
-import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any
 
 import filelock
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dora import faults
-from dora.consumers.export_rows import SCHEMA, SOURCE_KEY, Source
+from dora.bus.closing import Closing
+from dora.consumers.export_rows import SCHEMA, SOURCE_KEY, TOKEN_COLUMNS, Source
 from dora.errors import ExportError, InUseError, UsageError
 from dora.schemas.records import RunStarted
+from dora.weights.store import flush_entry
 
 UNFINISHED = ".unfinished-"
 LOCK = ".dora-export.lock"
 _VERSION = "version="
 
-_LISTS = ("prompt_token_ids", "response_token_ids", "response_logprobs", "response_mask")
 PARQUET_OPTIONS: dict[str, Any] = {
     "compression": "zstd",
     # Dictionaries of token ids and of numbers that never repeat take four times as long to write
     # and are no smaller. Splitting bytes puts the few bits that floats share beside each other.
-    "use_dictionary": [name for name in SCHEMA.names if name not in _LISTS],
+    "use_dictionary": [name for name in SCHEMA.names if name not in TOKEN_COLUMNS],
     "column_encoding": {"response_logprobs.list.element": "BYTE_STREAM_SPLIT"},
 }
 
@@ -40,16 +40,46 @@ Say = Callable[[str], None]
 """Takes a sentence for the person who exports."""
 
 
-class Target(Protocol):
-    """Where versions go. Closed by `with`; not for use from several threads."""
+class Target(Closing):
+    """Where the versions of one run go; `place` says where that is, for people. Not for use from
+    several threads.
 
-    @property
-    def place(self) -> str:
-        """Where it is, for people."""
+    `directory` is the place if it is on this machine (it is made if it does not exist), else None:
+    one export at a time writes there. UsageError if the place holds something that no export of
+    this run to this format put there, InUseError if another export is writing to it, ExportError
+    if it cannot be reached, read or written to.
+    """
 
-    def exported(self, run: str) -> Mapping[int, Source]:
-        """The versions of `run` that are in there, by the target's own metadata."""
+    marker: str | None = None
+    """Where the directory holds an entry of this name, everything in it is the table's own."""
 
+    def __init__(self, place: str, directory: Path | None, run: RunStarted, say: Say) -> None:
+        self.place = place
+        self.directory = directory
+        self.details: Counter[str] = Counter()
+        """What else there is to tell about what was written, by name."""
+        self._started = run
+        self._say = say
+        self._lock = None if directory is None else self._claim(directory)
+        try:
+            self.exported = self.look()
+            """The versions that are in there, by the target's own metadata."""
+        except OSError as error:
+            self.close()
+            raise refusal(f"cannot read {place}", error) from error
+        except BaseException:
+            self.close()
+            raise
+
+    @abstractmethod
+    def belongs(self, entry: Path) -> bool:
+        """Whether an export of this format may have put `entry` into its directory."""
+
+    @abstractmethod
+    def look(self) -> dict[int, Source]:
+        """Open what is there: the versions in it. Raises like the constructor, or OSError."""
+
+    @abstractmethod
     def write(self, source: Source, batches: Iterator[pa.RecordBatch]) -> int:
         """Add the version, or replace it if it is there: all or nothing. Returns bytes written.
 
@@ -57,39 +87,57 @@ class Target(Protocol):
         is then not in the target.
         """
 
-    def __enter__(self) -> Self: ...
+    def close(self) -> None:
+        """Let others export to the place."""
+        if self._lock is not None:
+            self._lock.release()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def check_contents(self, directory: Path) -> None:
+        """UsageError if something is there that no export of this format put there."""
+        entries = sorted(directory.iterdir())
+        if any(entry.name == self.marker for entry in entries):
+            return
+        for entry in entries:
+            if entry.name != LOCK and not self.belongs(entry):
+                raise self.foreign(entry)
 
+    def check_run(self, run: str, run_id: str, found: str = "") -> None:
+        """UsageError if what was `found` there was made of another run."""
+        mine = self._started
+        if (run, run_id) != (mine.run, mine.run_id):
+            who = f"an earlier run of the name {run}" if run == mine.run else f"run {run}"
+            raise UsageError(
+                f"{self.place} holds the export of {who}{found}",
+                hint=f"Name another place for run {mine.run}.",
+            )
 
-class DirectoryTarget(ABC):
-    """A directory with one file per version. `directory` is made if it does not exist.
+    def foreign(self, what: Path | str, why: object = None) -> UsageError:
+        """`what`, a path or in words, lies where the export should be."""
+        if isinstance(what, Path):
+            what = f"something that this export did not put there: {what}"
+        return UsageError(
+            f"{self.place} holds {what}" + (f" ({why})" if why else ""),
+            hint="Name a directory that is new or empty, or the one of an earlier export of the "
+            "same run to the same format.",
+        )
 
-    UsageError if it holds files of others or the export of another run or format, InUseError if
-    another export is writing there, ExportError if the disk refuses.
-    """
+    @property
+    def whole(self) -> str:
+        """What to tell who could not add a version."""
+        return (
+            f"The versions that were exported before are whole ({len(self.exported)} of them): "
+            "run the same command again and it goes on with this one."
+        )
 
-    file_name: str
-    """Of a version's file."""
-    sidecar: str | None = None
-    """Of the file beside it that holds its `Source`, where the format has no room for it."""
-
-    def __init__(self, directory: Path, run: RunStarted, say: Say) -> None:
-        self.directory = directory
-        self._started = run
-        if directory.exists() and not directory.is_dir():
-            raise UsageError(f"{directory} is a file; name a directory for the export")
-        if directory.is_dir():
-            self._check_contents()  # before even the lock is put there
-        self._lock = filelock.FileLock(directory / LOCK)
+    def _claim(self, directory: Path) -> filelock.BaseFileLock:
+        lock = filelock.FileLock(directory / LOCK)
         try:
+            if directory.is_dir():
+                self.check_contents(directory)  # before even the lock is put there
+            elif directory.exists():
+                raise UsageError(f"{directory} is a file; name a directory for the export")
             directory.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire(timeout=0)
+            lock.acquire(timeout=0)
         except filelock.Timeout as error:
             raise InUseError(
                 f"another export is writing to {directory}",
@@ -97,21 +145,20 @@ class DirectoryTarget(ABC):
             ) from error
         except OSError as error:
             raise refusal(f"cannot write to {directory}", error) from error
-        try:
-            self._versions = self._look()
-            self._clean(say)
-        except BaseException:
-            self._lock.release()
-            raise
+        return lock
 
-    @property
-    def place(self) -> str:
-        """The directory."""
-        return str(self.directory)
 
-    def exported(self, run: str) -> Mapping[int, Source]:
-        """What the files say of themselves."""
-        return {v: source for v, source in self._versions.items() if source.run == run}
+class DirectoryTarget(Target):
+    """A directory with one file per version."""
+
+    file_name: str
+    """Of a version's file."""
+    sidecar: str | None = None
+    """Of the file beside it that holds its `Source`, where the format has no room for it."""
+    directory: Path
+
+    def __init__(self, directory: Path, run: RunStarted, say: Say) -> None:
+        super().__init__(str(directory), directory, run, say)
 
     def write(self, source: Source, batches: Iterator[pa.RecordBatch]) -> int:
         """See `Target.write`."""
@@ -120,27 +167,25 @@ class DirectoryTarget(ABC):
         try:
             self.fill(draft, source, batches)
             size = draft.stat().st_size
-            flush(draft)
+            flush_entry(draft)
             faults.point("export.version_written")
             home.mkdir(exist_ok=True)
             draft.replace(home / self.file_name)
-            flush(home)
+            flush_entry(home)
             faults.point("export.version_placed")
             if self.sidecar is not None:
                 draft.write_text(source.to_json() + "\n", encoding="utf-8")
-                flush(draft)
+                flush_entry(draft)
                 draft.replace(home / self.sidecar)
-                flush(home)
-            flush(self.directory)
+                flush_entry(home)
+            flush_entry(self.directory)
         except OSError as error:
-            there = f"The versions that were exported before are whole ({len(self._versions)} of "
-            there += "them): run the same command again and it goes on with this one."
             raise refusal(
-                f"cannot export version {source.version} to {self.directory}", error, there
+                f"cannot export version {source.version} to {self.directory}", error, self.whole
             ) from error
         finally:
             draft.unlink(missing_ok=True)
-        self._versions[source.version] = source
+        self.exported[source.version] = source
         return size
 
     @abstractmethod
@@ -151,76 +196,47 @@ class DirectoryTarget(ABC):
     def source_of(self, file: Path) -> Source:
         """What a file of this target says it came from; ValueError if it is none."""
 
-    def close(self) -> None:
-        """Let others export to the directory."""
-        self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _check_contents(self) -> None:
-        """UsageError if something is there that no export of this format put there."""
-        for entry in sorted(self.directory.iterdir()):
-            ours = entry.name == LOCK or entry.name.startswith(UNFINISHED)
-            if not ours and version_of(entry) is None:
-                raise self._foreign(entry)
-
-    def _look(self) -> dict[int, Source]:
-        """The versions that are there; UsageError if they are another run's."""
-        self._check_contents()
-        found: dict[int, Source] = {}
-        for entry in sorted(self.directory.iterdir()):
-            version = version_of(entry)
-            if version is None:
-                continue
-            names = {file.name for file in entry.iterdir()}
-            for name in sorted(names - {self.file_name, self.sidecar}):
-                raise self._foreign(entry / name)
-            if names >= {self.file_name} | ({self.sidecar} if self.sidecar else set()):
-                file = entry / self.file_name
-                try:
-                    source = self.source_of(file)
-                except (ValueError, OSError) as error:
-                    raise self._foreign(file, str(error)) from error
-                self._check_source(file, source, version)
-                found[version] = source
-        return found
-
-    def _check_source(self, file: Path, source: Source, version: int) -> None:
-        run = self._started
-        if source.run != run.run or source.run_id != run.run_id:
-            who = f"run {source.run}"
-            if source.run == run.run:
-                who = f"an earlier run of the name {run.run}"
-            raise UsageError(
-                f"{self.directory} holds the export of {who} ({file})",
-                hint=f"Name another directory for run {run.run}.",
-            )
-        if source.version != version:
-            raise self._foreign(file, f"it is of version {source.version}")
-
-    def _foreign(self, entry: Path, why: str | None = None) -> UsageError:
-        return UsageError(
-            f"{self.directory} holds something that this export did not put there: {entry}"
-            + (f" ({why})" if why else ""),
-            hint="Name a directory that is new or empty, or the one of an earlier export of the "
-            "same run to the same format.",
+    def belongs(self, entry: Path) -> bool:
+        """The directory of a version, or a draft."""
+        return version_of(entry) is not None or (
+            entry.name.startswith(UNFINISHED) and entry.is_file()
         )
 
-    def _clean(self, say: Say) -> None:
+    def look(self) -> dict[int, Source]:
+        """What the files say of themselves; drafts are removed."""
+        self.check_contents(self.directory)
+        found: dict[int, Source] = {}
+        drafts: list[Path] = []
         for entry in sorted(self.directory.iterdir()):
-            if entry.name.startswith(UNFINISHED):
-                entry.unlink()
-                what = entry.name.removeprefix(UNFINISHED)
-                say(f"removed the half-written {what} that an interrupted export left")
+            version = version_of(entry)
+            if version is not None:
+                source = self._source(entry, version)
+                found |= {} if source is None else {version: source}
+            elif entry.name.startswith(UNFINISHED):
+                drafts.append(entry)
+        for draft in drafts:
+            draft.unlink()
+            what = draft.name.removeprefix(UNFINISHED)
+            self._say(f"removed the half-written {what} that an interrupted export left")
+        return found
+
+    def _source(self, home: Path, version: int) -> Source | None:
+        """Where the version in the directory `home` came from; None if it is not whole."""
+        wanted = {self.file_name} | ({self.sidecar} if self.sidecar else set())
+        names = {file.name for file in home.iterdir()}
+        for name in sorted(names - wanted):
+            raise self.foreign(home / name)
+        if names < wanted:
+            return None
+        file = home / self.file_name
+        try:
+            source = self.source_of(file)
+        except (ValueError, OSError) as error:
+            raise self.foreign(file, error) from error
+        self.check_run(source.run, source.run_id, f" ({file})")
+        if source.version != version:
+            raise self.foreign(file, f"it is of version {source.version}")
+        return source
 
 
 class ParquetTarget(DirectoryTarget):
@@ -265,12 +281,3 @@ def refusal(what: str, error: OSError, there: str | None = None) -> ExportError:
         hint = "Give this user write access there, or name another directory."
     hint = " ".join(filter(None, [hint, there])) or None
     return ExportError(f"{what}: {error.strerror or error}", hint=hint)
-
-
-def flush(path: Path) -> None:
-    """fsync a file or a directory."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -17,7 +17,7 @@ from dora.consumers.export_rows import SCHEMA, Source, batch_of, batches
 from dora.consumers.export_run import spans
 from dora.consumers.export_targets import DirectoryTarget, ParquetTarget
 from dora.consumers.run_log import Placed
-from dora.consumers.trajectory_rows import Fate
+from dora.consumers.trajectory_rows import Fate, Fates
 from dora.errors import RunError, UsageError
 from dora.schemas.records import Trajectory, VersionRun, pack_logprobs, pack_tokens
 from tests.run_records import admission, run_started, trajectory
@@ -95,14 +95,14 @@ def test_a_batch_holds_no_more_rows_than_asked_for_and_few_long_ones(
 
     def sizes(rows: int) -> list[int]:
         source = (placed(record, offset) for offset, record in enumerate(records))
-        made = list(batches(log, 1, rows=rows, trajectories=source))  # type: ignore[arg-type]
+        made = list(batches(source, log.admissions, Fates(log), rows))  # type: ignore[arg-type]
         assert all(batch.schema.equals(SCHEMA) for batch in made)
         states = [row["state"] for batch in made for row in batch.to_pylist()]
         assert states == ["trained", "set-aside", *["outstanding"] * 8]
         return [batch.num_rows for batch in made]
 
     assert sizes(4) == [4, 4, 2]
-    monkeypatch.setattr(export_rows, "TOKENS_PER_BATCH", 11)  # each has 5
+    monkeypatch.setattr(export_rows, "BATCH_BYTES", 120)  # each has 52
     assert sizes(4) == [3, 3, 3, 1]
 
 
@@ -129,6 +129,20 @@ def test_json_lines_give_every_number_back_exactly() -> None:
     assert row["created_at"] == "1970-01-01T00:00:00+00:00"
 
 
+def test_json_has_no_word_for_what_is_no_number() -> None:
+    made = replace(
+        trajectory(admission(0, 1)), reward_parts={"a": float("nan"), "b": -float("inf"), "c": 0.5}
+    )
+    (text,) = lines(batch_of([placed(made)], [TRAINED]))
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    row = json.loads(text, parse_constant=refuse)
+    assert row["reward_parts"] == {"a": None, "b": None, "c": 0.5}
+    assert row["response_token_ids"] == [1, 2, 3] and row["created_at"].startswith("1970-01-01T")
+
+
 def test_a_source_reads_back_as_it_was_and_nothing_else_passes_for_one() -> None:
     assert Source.from_json(SOURCE.to_json()) == SOURCE
     for text in ("", "[]", "{}", '{"ranges": 1}', '{"ranges": {}, "run": "r"}'):
@@ -150,17 +164,17 @@ def test_a_version_whose_rows_fail_half_way_is_not_there_and_an_older_state_of_i
     with target(tmp_path, run_started(), print) as directory:
         with pytest.raises(RunError, match="gone"):
             directory.write(SOURCE, failing())
-        assert directory.exported("r") == {}
+        assert directory.exported == {}
         directory.write(SOURCE, iter([batch]))
         before = (tmp_path / "version=1" / target.file_name).read_bytes()
         with pytest.raises(RunError, match="gone"):
             directory.write(newer, failing())
         assert (tmp_path / "version=1" / target.file_name).read_bytes() == before
     with target(tmp_path, run_started(), print) as directory:
-        assert directory.exported("r") == {1: SOURCE}
+        assert directory.exported == {1: SOURCE}
         directory.write(newer, iter([batch, batch]))
     with target(tmp_path, run_started(), print) as directory:
-        assert directory.exported("r") == {1: newer}
+        assert directory.exported == {1: newer}
     assert sorted(path.name for path in tmp_path.iterdir()) == [".dora-export.lock", "version=1"]
 
 
@@ -170,7 +184,13 @@ def test_json_lines_without_their_offsets_count_as_not_exported(tmp_path: Path) 
         directory.write(SOURCE, iter([batch]))
     (tmp_path / "version=1" / JsonlTarget.sidecar).unlink()
     with JsonlTarget(tmp_path, run_started(), print) as directory:
-        assert directory.exported("r") == {}
+        assert directory.exported == {}
+
+
+def test_a_directory_that_is_called_like_a_draft_is_nothing_of_an_export(tmp_path: Path) -> None:
+    (tmp_path / ".unfinished-version=1").mkdir()
+    with pytest.raises(UsageError, match=r"did not put there: .*unfinished-version=1"):
+        ParquetTarget(tmp_path, run_started(), print)
 
 
 def test_an_earlier_run_of_the_same_name_is_another_run(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_table_of_another_catalog_survives_others_who_change_it(tmp_path: Path
     name = Path("lab.trajectories")
 
     def opened() -> IcebergTarget:
-        return IcebergTarget(name, run_started(), silent, catalog="prod", properties=address)
+        return IcebergTarget(name, run_started(), silent, catalog="prod", storage=address)
 
     with opened() as first, opened() as second:
         assert first.place == "table lab.trajectories of the catalog prod"
@@ -103,16 +103,16 @@ def test_a_table_of_another_catalog_survives_others_who_change_it(tmp_path: Path
         second.write(source(1), version_rows(1))
         first.write(source(2), version_rows(2))  # its view of the table is older
     with opened() as third:
-        assert set(third.exported("r")) == {0, 1, 2}
+        assert set(third.exported) == {0, 1, 2}
         assert third._table.scan().count() == 12
     with pytest.raises(UsageError, match="not the name of a table with its namespace"):
-        IcebergTarget(Path("flat"), run_started(), silent, catalog="prod", properties=address)
+        IcebergTarget(Path("flat"), run_started(), silent, catalog="prod", storage=address)
 
 
 def test_a_catalog_that_cannot_be_reached_is_told_without_its_secrets() -> None:
     wrong = {"type": "sql", "uri": "sqlite:////nonexistent/hunter2/c.db", "warehouse": "file:///x"}
     with pytest.raises(ExportError) as caught:
-        IcebergTarget(Path("a.b"), run_started(), silent, catalog="prod", properties=wrong)
+        IcebergTarget(Path("a.b"), run_started(), silent, catalog="prod", storage=wrong)
     assert "table a.b of the catalog prod" in str(caught.value)
     assert "hunter2" not in str(caught.value)
     with pytest.raises(ExportError) as caught:
@@ -156,7 +156,7 @@ def test_a_version_whose_commit_is_not_in_the_history_any_more_is_not_added_twic
         unsaid = CommitProperties(app_transactions=[Transaction("dora:id:1", 1)])
         write_deltalake(str(tmp_path), rows, mode="append", commit_properties=unsaid)
     with delta(tmp_path) as target:
-        assert set(target.exported("r")) == {0}
+        assert set(target.exported) == {0}
         target.write(source(1), version_rows(1))
     assert counted(tmp_path) == {0: 4, 1: 4}
 

@@ -24,13 +24,12 @@ __all__ = ["open_lake"]
 def test_versions_are_added_once_with_what_they_came_from(tmp_path: Path, open_lake: Open) -> None:
     home = tmp_path / "lake"
     with open_lake(home) as target:
-        assert target.exported("r") == {}
+        assert target.exported == {}
         assert target.write(source(0), version_rows(0)) > 0
         assert target.write(source(3), version_rows(3)) > 0
         assert target.write(source(1), iter([])) == 0  # nothing was generated under it
     with open_lake(home) as target:
-        assert target.exported("r") == {v: source(v) for v in (0, 1, 3)}
-        assert target.exported("other") == {}
+        assert target.exported == {v: source(v) for v in (0, 1, 3)}
     expected = pa.Table.from_batches([*version_rows(0), *version_rows(3)])
     found = table_of(home).sort_by([("version", "ascending"), ("trajectory_id", "ascending")])
     assert found.cast(SCHEMA).equals(expected.sort_by([
@@ -47,7 +46,7 @@ def test_rows_that_cannot_be_read_to_the_end_leave_the_table_as_it_was(
         target.write(source(1), version_rows(1))
         with pytest.raises(Broken):
             target.write(source(2), broken_rows(2))
-        assert set(target.exported("r")) == {1}
+        assert set(target.exported) == {1}
         target.write(source(2), version_rows(2))
     assert counted(tmp_path) == {1: 4, 2: 4}
 
@@ -58,7 +57,7 @@ def test_a_version_that_is_there_is_replaced(tmp_path: Path, open_lake: Open) ->
             target.write(source(version), version_rows(version))
         target.write(source(0, groups=3), version_rows(0, 3))
     with open_lake(tmp_path) as target:
-        assert target.exported("r") == {0: source(0, groups=3), 1: source(1)}
+        assert target.exported == {0: source(0, groups=3), 1: source(1)}
     assert counted(tmp_path) == {0: 6, 1: 4}
 
 
@@ -76,6 +75,18 @@ def test_what_an_interrupted_export_left_is_removed(tmp_path: Path, open_lake: O
     assert not left.exists() and sorted(folder.iterdir()) == kept
     assert said == ["removed the half-written version=1 that an interrupted export left"]
     assert counted(tmp_path) == {0: 4, 1: 4}
+
+
+def test_what_cannot_be_removed_is_an_error_and_the_table_stays_as_it_was(
+    tmp_path: Path, open_lake: Open
+) -> None:
+    with open_lake(tmp_path) as target:
+        target.write(source(0), version_rows(0))
+        (folder,) = {path.parent for path in tmp_path.rglob("version=0/*.parquet")}
+        (folder.with_name("version=1") / "left.parquet").mkdir(parents=True)
+        with pytest.raises(ExportError, match=r"cannot export version 1 to .*directory"):
+            target.write(source(1), version_rows(1))
+    assert counted(tmp_path) == {0: 4}
 
 
 def test_what_somebody_else_put_there_is_refused_and_kept(tmp_path: Path, open_lake: Open) -> None:
@@ -139,7 +150,7 @@ def test_what_was_deleted_from_a_table_does_not_come_back(tmp_path: Path, open_l
     else:
         iceberg_table(tmp_path).delete("version == 0")
     with open_lake(tmp_path) as target:
-        assert set(target.exported("r")) == {0, 1}
+        assert set(target.exported) == {0, 1}
     assert counted(tmp_path) == {1: 4}
 
 
@@ -166,7 +177,7 @@ from tests.run_records import run_started
 from {module} import {name}
 with {name}(Path({home!r}), run_started(), print) as target:
     for version in range(3):
-        if version not in target.exported("r"):
+        if version not in target.exported:
             target.write(source(version), version_rows(version))
 """
 
@@ -183,7 +194,7 @@ def test_kill_9_between_data_and_commit_leaves_a_version_whole_or_out(
     assert killed.returncode == -9
     assert counted(tmp_path) == {0: 4}
     with open_lake(tmp_path) as target:
-        assert set(target.exported("r")) == {0}
+        assert set(target.exported) == {0}
         for version in (1, 2):
             target.write(source(version), version_rows(version))
     assert counted(tmp_path) == {0: 4, 1: 4, 2: 4}

@@ -9,13 +9,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from dora.consumers.export_preferences import (
-    Choice,
-    Messages,
-    PreferenceTarget,
-    choose,
-    schema_of,
-)
+from dora.consumers.export_preferences import Messages, PreferenceTarget, choose, schema_of
+from dora.core.preferences import Choice
 from dora.errors import TaskError, UsageError
 from dora.schemas.records import Trajectory, pack_tokens
 from tests.exported_rows import Broken, broken_rows, group, rows_of, source
@@ -98,6 +93,16 @@ def test_a_group_that_gives_no_example_is_counted_under_its_reason(
 
 def test_the_same_response_with_two_rewards_is_no_preference() -> None:
     found, reasons = picked(group(0, 0, [0.0, 1.0]), Choice("dpo"))
+    assert not found and reasons == {"without_difference": 1}
+
+
+def test_responses_that_differ_only_in_their_end_are_no_preference() -> None:
+    best, worst = group(0, 0, [1.0, 0.0])
+    rows = [answered(best, [1, 3, EOS]), replace(
+        worst, token_ids=pack_tokens([7, 8, 1, 3]), mask=b"\0\0\1\1", finish_reason="length",
+        logprobs=worst.logprobs[:16], version_runs=(replace(worst.version_runs[0], tokens=2),),
+    )]  # fmt: skip
+    found, reasons = picked(rows, Choice("dpo"))
     assert not found and reasons == {"without_difference": 1}
 
 
@@ -203,7 +208,7 @@ def test_a_directory_never_mixes_two_choices(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="kind = dpo"):
         target(tmp_path, Choice("sft"))
     with target(tmp_path, Choice("dpo")) as made:
-        assert made.exported("r") == {0: source(0)}
+        assert made.exported == {0: source(0)}
 
 
 def test_a_version_without_an_example_is_a_file_without_rows(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ runs. The worker is a process that can be killed at any time and started again.
 
 import contextlib
 import json
-import os
-import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -23,15 +21,12 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import NoSuchTableError
 
 from dora.bus.broker_process import free_port
-from dora.bus.jars import java_command
-from dora.errors import BrokerError
+from tests.services import STOP_SECONDS, Service, await_answer, ended, java, started
 
 ROOT = Path(__file__).resolve().parents[1]
 OPS = ROOT / "ops" / "connect"
 JARS = ROOT / ".venv" / "connect"
 CATALOG = "lake"
-START_SECONDS = 240.0
-STOP_SECONDS = 60.0
 ANSWER_SECONDS = 90.0
 """Connect's own limit for a request, during a rebalance for example."""
 
@@ -100,8 +95,8 @@ class ConnectWorker:
 
     def __init__(self, directory: Path, bootstrap_servers: str, name: str) -> None:
         self._directory = directory
-        self._port = free_port(set())
-        self._process: subprocess.Popen[bytes] | None = None
+        self._url = f"http://127.0.0.1:{free_port(set())}"
+        self._service: Service | None = None
         self._properties = directory / "worker.properties"
         self._properties.write_text(
             worker_properties(
@@ -111,7 +106,7 @@ class ConnectWorker:
                     "config.storage.topic": f"{name}-configs",
                     "offset.storage.topic": f"{name}-offsets",
                     "status.storage.topic": f"{name}-status",
-                    "listeners": f"http://127.0.0.1:{self._port}",
+                    "listeners": self._url,
                     "offset.flush.interval.ms": "500",
                     "session.timeout.ms": "6000",
                     "heartbeat.interval.ms": "2000",
@@ -133,55 +128,33 @@ class ConnectWorker:
                 f"no Kafka Connect in {JARS}: run `make .venv/connect` (it needs Maven)",
                 pytrace=False,
             )
-        try:
-            java = java_command()
-        except BrokerError as error:
-            pytest.fail(f"Kafka Connect needs Java: {error}", pytrace=False)
-        command = [
-            java,
-            "-Xmx512m",
-            "-XX:+UseSerialGC",
-            "-XX:TieredStopAtLevel=1",
-            f"-Dlog4j2.configurationFile={(OPS / 'log4j2.properties').as_uri()}",
-            "-cp",
-            os.fspath(JARS / "worker" / "*"),
-            "org.apache.kafka.connect.cli.ConnectDistributed",
-            os.fspath(self._properties),
-        ]
-        with self.log.open("ab") as output:
-            self._process = subprocess.Popen(
-                command,
-                cwd=self._directory,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
-        until = time.monotonic() + START_SECONDS
-        while True:
-            assert self._process.poll() is None and time.monotonic() < until, self.telling()
-            try:
-                self._call("GET", "/connectors")
-            except (OSError, ConnectRefusal):
-                time.sleep(0.2)
-            else:
-                return
+        self._service = started(
+            [
+                *java("Kafka Connect"),
+                "-Xmx512m",
+                f"-Dlog4j2.configurationFile={(OPS / 'log4j2.properties').as_uri()}",
+                "-cp",
+                JARS / "worker" / "*",
+                "org.apache.kafka.connect.cli.ConnectDistributed",
+                self._properties,
+            ],
+            self.log,
+            cwd=self._directory,
+        )
+        await_answer(f"{self._url}/connectors", self._service, self.log)
 
     def kill(self) -> None:
         """End it at once (SIGKILL)."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(STOP_SECONDS)
-            self._process = None
+        if self._service is not None:
+            self._service.kill()
+            self._service.wait(STOP_SECONDS)
+            self._service = None
 
     def stop(self) -> None:
-        """Ask it to end (SIGTERM), then insist."""
-        if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                self.kill()
-            self._process = None
+        """Ask it to end."""
+        if self._service is not None:
+            ended(self._service)
+            self._service = None
 
     def put(self, name: str, config: Mapping[str, str]) -> None:
         """Create a connector, or change its configuration."""
@@ -215,7 +188,7 @@ class ConnectWorker:
 
     def _call(self, method: str, path: str, body: Mapping[str, str] | None = None) -> Any:
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}{path}",
+            f"{self._url}{path}",
             method=method,
             data=None if body is None else json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},

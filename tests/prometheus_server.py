@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ import pytest
 import yaml
 
 from dora.bus.broker_process import free_port
+from tests.services import await_answer, ended, started
 
 OPS = Path(__file__).resolve().parents[1] / "ops"
 DASHBOARD = OPS / "grafana" / "dora.json"
@@ -26,7 +25,6 @@ INSTALL = (
     "`make test` installs Prometheus where it may (ops/test-tools.sh), otherwise: "
     "apt-get install --no-install-recommends prometheus"
 )
-START_SECONDS = 60.0
 _COMPARISON = re.compile(r"\s*(?:>=|<=|==|>|<)\s*[\d.]+\s*$")
 
 
@@ -88,33 +86,18 @@ def prometheus(directory: Path, runs: Path) -> Iterator[Prometheus]:
     path = directory / "prometheus.yml"
     path.write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{free_port(set())}"
-    with (directory / "prometheus.log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                program,
-                f"--config.file={path}",
-                f"--storage.tsdb.path={directory / 'tsdb'}",
-                f"--web.listen-address={address}",
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
+    log = directory / "prometheus.log"
+    service = started(
+        [
+            program,
+            f"--config.file={path}",
+            f"--storage.tsdb.path={directory / 'tsdb'}",
+            f"--web.listen-address={address}",
+        ],
+        log,
+    )
     try:
-        _await(address, process, directory / "prometheus.log")
+        await_answer(f"http://{address}/-/ready", service, log)
         yield Prometheus(address)
     finally:
-        process.terminate()
-        process.wait(60)
-
-
-def _await(address: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    until = time.monotonic() + START_SECONDS
-    while True:
-        assert process.poll() is None and time.monotonic() < until, log.read_text()[-3000:]
-        try:
-            with urllib.request.urlopen(f"http://{address}/-/ready", timeout=5) as answer:
-                if answer.status == 200:
-                    return
-        except OSError:
-            time.sleep(0.1)
+        ended(service)

@@ -5,9 +5,6 @@ before it (`tests/registry_front.py`).
 """
 
 import os
-import subprocess
-import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,13 +13,10 @@ from pathlib import Path
 import pytest
 
 from dora.bus.broker_process import free_port
-from dora.bus.jars import java_command
-from dora.errors import BrokerError
+from tests.services import await_answer, ended, java, started
 
 REGISTRY_VARIABLE = "DORA_TEST_REGISTRY"
 DIRECTORY = Path(__file__).resolve().parents[1] / ".venv" / "registry"
-START_SECONDS = 180.0
-STOP_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,41 +51,16 @@ def started_registry(directory: Path) -> Iterator[Registry]:
             f"set {REGISTRY_VARIABLE} to the URL of one that tests may fill",
             pytrace=False,
         )
-    try:
-        java = java_command()
-    except BrokerError as error:
-        pytest.fail(f"the schema registry needs Java: {error}", pytrace=False)
     port = free_port(set())
-    command = [java, "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-jar", *jars]
     log = directory / "registry.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env=os.environ | {"QUARKUS_HTTP_HOST": "127.0.0.1", "QUARKUS_HTTP_PORT": str(port)},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-        )
+    service = started(
+        [*java("the schema registry"), "-Xmx256m", "-jar", *jars],
+        log,
+        env=os.environ | {"QUARKUS_HTTP_HOST": "127.0.0.1", "QUARKUS_HTTP_PORT": str(port)},
+    )
     found = Registry(f"http://127.0.0.1:{port}/apis/ccompat/v7")
     try:
-        _await(f"{found.url}/subjects", process, log)
+        await_answer(f"{found.url}/subjects", service, log)
         yield found
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _await(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    until = time.monotonic() + START_SECONDS
-    while True:
-        assert process.poll() is None and time.monotonic() < until, log.read_text()[-3000:]
-        try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
-                if answer.status == 200:
-                    return
-        except OSError:
-            time.sleep(0.2)
+        ended(service)

@@ -19,6 +19,7 @@ from dora.bus import BEGINNING, END, ClusterSettings, LogReader, cluster_setting
 from dora.config import KafkaSection
 from dora.schemas.registry import FULL_NAMES
 from tests.brokers import Cluster
+from tests.configurations import EMULATED
 from tests.registry_front import Front, registry_front
 from tests.schema_registry import Registry
 from tests.small_run import dora, refused
@@ -26,28 +27,9 @@ from tests.small_run import dora, refused
 DEADLINE = 280.0
 NAME = f"named-{os.getpid()}"
 STEPS = 10
-CONFIG = """\
-[run]
-name = "{run}"
-[policy]
-model = "emulated"
-[task]
-kind = "synthetic"
-[window]
-max_staleness = 1
-groups_per_step = 2
-group_size = 2
-[rollout]
-engine = "emulated"
-capacity = 16
-max_new_tokens = 32
-[rollout.emulated]
-time_scale = 0.05
-load_seconds = 0.1
-length_mean = 8
-[trainer]
-engine = "emulated"
-steps = {steps}
+CONFIG = (
+    EMULATED
+    + """
 [trainer.emulated]
 step_seconds = 0.5
 [kafka]
@@ -57,6 +39,7 @@ url = "{url}"
 [kafka.registry.properties]
 basic.auth.user.info = "ann:right"
 """
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +104,7 @@ def named(
         )
         front.password = "ann:right"
         config = directory / "run.toml"
-        config.write_text(CONFIG.format(run=NAME, steps=STEPS, url=front.url))
+        config.write_text(CONFIG.format(run=NAME, directory="runs", steps=STEPS, url=front.url))
         made = dora("topics", "create", str(config), "-b", kafka.bootstrap_servers)
         assert made.exit_code == 0, made.output
         with subprocess.Popen(

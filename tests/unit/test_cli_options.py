@@ -13,18 +13,7 @@ from dora.cli.options import ConfigSource, config_argument, config_source, kafka
 from dora.config import Config, KafkaSection
 from dora.config_file import load_config
 from dora.errors import FencedError, RunError
-
-MINIMAL = """
-[run]
-name = "demo"
-[policy]
-model = "model"
-[task]
-kind = "reasoning-gym"
-name = "spell_backward"
-[trainer]
-steps = 3
-"""
+from tests.configurations import MINIMAL
 
 
 @pytest.fixture

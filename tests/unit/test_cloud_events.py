@@ -10,18 +10,18 @@ from dora.schemas.codec import encode
 from dora.schemas.records import Command, DeadLetter, Record, Step
 from dora.schemas.registry import RECORD_NAMES
 from tests.cloud_events import event_of
-from tests.run_records import admission, policy, run_started, status, trajectory
-from tests.unit.test_sizing import chunk
+from tests.run_records import admission, chunk, policy, run_started, status, trajectory
 
 GROUP = admission(0, 0)
+TRAJECTORY = trajectory(GROUP)
 RECORDS: list[Record] = [
     GROUP,
-    trajectory(GROUP),
+    TRAJECTORY,
     policy(0),
     run_started(),
     Step("r", "step", 1, 0, 1, (), (), {}, "c", None, "t", 0),
     status("w0"),
-    chunk(4),
+    chunk(TRAJECTORY, 0, 0, 4),
     Command("r", "w0", "i", "stop", 0),
     DeadLetter("r", "invalid", "why", "w0", 0),
 ]

@@ -9,18 +9,7 @@ import pytest
 
 from dora.config_file import KafkaOverrides, load_config, load_kafka_section, read_properties
 from dora.errors import ConfigError
-
-MINIMAL = """
-[run]
-name = "demo"
-[policy]
-model = "model"
-[task]
-kind = "reasoning-gym"
-name = "spell_backward"
-[trainer]
-steps = 3
-"""
+from tests.configurations import MINIMAL
 
 Write = Callable[[str], Path]
 

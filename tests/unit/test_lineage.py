@@ -18,6 +18,7 @@ from dora.telemetry import lineage as lineages
 from dora.telemetry import meter as metering
 from dora.telemetry.lineage import Lineage, SentLineage, lineage_of
 from dora.telemetry.lineage_events import run_uuid
+from tests.configurations import emulated
 from tests.lineage_receiver import Receiver, receiver
 from tests.run_records import run_started
 
@@ -27,17 +28,8 @@ DROPPED = "dora_trainer_lineage_events_dropped_total"
 
 
 def config(tmp: Path, **lineage: Any) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": "r", "directory": str(tmp)},
-            "policy": {"model": "emulated"},
-            "task": {"kind": "synthetic"},
-            "trainer": {"steps": 3},
-            "rollout": {"engine": "emulated"},
-            "kafka": {"bootstrap_servers": "SASL_SSL://kafka-1:9092,kafka-2:9092"},
-            "lineage": lineage,
-        }
-    )
+    kafka = {"bootstrap_servers": "SASL_SSL://kafka-1:9092,kafka-2:9092"}
+    return emulated(tmp, kafka=kafka, lineage=lineage)
 
 
 def step(number: int) -> Step:
@@ -133,13 +125,9 @@ def test_a_step_that_a_crash_left_out_is_sent_by_the_next_trainer(
 
 
 def test_what_a_receiver_refuses_is_dropped_and_counted_with_one_word(
-    tmp_path: Path,
-    taking: Receiver,
-    counts: dict[str, float],
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, counts: dict[str, float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    taking.refusing = True
-    telling = SentLineage(config(tmp_path, url=taking.url), refuse)
+    telling = SentLineage(config(tmp_path), refuse)
     telling.begin(STARTED, [], 0)
     for number in (1, 2, 3):
         telling.step(step(number))

@@ -27,6 +27,7 @@ from dora.telemetry.endpoint import Endpoint
 from dora.telemetry.exporter import ExportingMeter
 from dora.telemetry.lag import lag_of
 from dora.telemetry.start import observed
+from tests.configurations import emulated
 from tests.run_records import RING, G, K, admission, places_of, status, step, trajectory
 
 ROOT = Path(__file__).parents[2]
@@ -34,17 +35,7 @@ NAME = re.compile(r"dora_(process|trainer|worker|coordinator)(_[a-z0-9]+)+")
 
 
 def config(tmp: Path, **sections: Any) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": "r", "directory": str(tmp)},
-            "policy": {"model": "emulated"},
-            "task": {"kind": "synthetic"},
-            "trainer": {"steps": 3},
-            "rollout": {"engine": "emulated"},
-            "window": {"max_staleness": K, "groups_per_step": 2, "group_size": G},
-            **sections,
-        }
-    )
+    return emulated(tmp, window={"max_staleness": K, "group_size": G}, **sections)
 
 
 class Clock:

@@ -12,18 +12,8 @@ from dora.cli.replay_toml import to_toml
 from dora.config import Config
 from dora.config_file import KafkaOverrides, load_config, load_kafka_section
 from dora.errors import ConfigError
+from tests.configurations import MINIMAL
 
-MINIMAL = """
-[run]
-name = "demo"
-[policy]
-model = "model"
-[task]
-kind = "reasoning-gym"
-name = "spell_backward"
-[trainer]
-steps = 3
-"""
 SECTION = """
 [kafka]
 bootstrap_servers = "broker:9092"

@@ -15,21 +15,10 @@ from dora.schemas.records import Step
 from dora.telemetry import trackers as tracking
 from dora.telemetry.tracker_kinds import TensorBoard, WeightsAndBiases
 from dora.telemetry.trackers import TrackedRun, Trackers, values_of
+from tests.configurations import emulated
 from tests.run_records import run_started
 
 DEADLINE = 60.0
-
-
-def config(tmp: Path) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": "r", "directory": str(tmp)},
-            "policy": {"model": "emulated"},
-            "task": {"kind": "synthetic"},
-            "trainer": {"steps": 3},
-            "rollout": {"engine": "emulated"},
-        }
-    )
 
 
 def step(number: int, value: float | None = None) -> Step:
@@ -60,7 +49,7 @@ def session(tmp: Path, newest: int, recent: list[Step], new: list[Step]) -> Kept
         made.append(Kept(run))
         return made[0]
 
-    trackers = Trackers(config(tmp), {"kept": opener})
+    trackers = Trackers(emulated(tmp), {"kept": opener})
     trackers.begin(run_started(), recent, newest)
     for each in new:
         trackers.step(each)
@@ -87,7 +76,7 @@ def test_a_step_that_a_crash_left_out_is_logged_by_the_next_trainer(tmp_path: Pa
 
 def test_the_mark_of_an_older_run_of_the_same_name_counts_for_nothing(tmp_path: Path) -> None:
     session(tmp_path, 0, [], [step(1), step(2)])
-    trackers = Trackers(config(tmp_path), {"kept": Kept})
+    trackers = Trackers(emulated(tmp_path), {"kept": Kept})
     path = tmp_path / "r" / "trackers" / "kept.json"
     path.write_text('{"run_id": "another", "step": 7}')
     trackers.begin(run_started(), [step(1)], 1)
@@ -105,7 +94,7 @@ def scalars(tmp: Path, tag: str) -> list[tuple[int, float]]:
 
 def test_tensorboard_has_every_step_once_after_crashes(tmp_path: Path) -> None:
     def life(newest: int, recent: list[Step], new: list[Step]) -> None:
-        trackers = Trackers(config(tmp_path), {"tensorboard": TensorBoard})
+        trackers = Trackers(emulated(tmp_path), {"tensorboard": TensorBoard})
         trackers.begin(run_started(), recent, newest)
         for each in new:
             trackers.step(each)
@@ -136,7 +125,7 @@ def test_a_tracker_that_fails_is_switched_off_with_a_word_and_without_secrets(
         kept.append(Kept(run))
         return kept[0]
 
-    trackers = Trackers(config(tmp_path), {"broken": Broken, "kept": good})
+    trackers = Trackers(emulated(tmp_path), {"broken": Broken, "kept": good})
     trackers.begin(run_started(), [], 0)
     for number in range(1, 5):
         trackers.step(step(number))
@@ -159,7 +148,7 @@ def test_a_tracker_that_hangs_is_left_alone(
             logged.append(number)
             free.wait(DEADLINE)
 
-    trackers = Trackers(config(tmp_path), {"hanging": Hanging})
+    trackers = Trackers(emulated(tmp_path), {"hanging": Hanging})
     trackers.begin(run_started(), [], 0)
     until = time.monotonic() + DEADLINE
     number = 0
@@ -194,7 +183,7 @@ def test_the_last_step_does_not_stay_in_the_trainer(
     run = HoldingRun()
     wandb = SimpleNamespace(init=lambda **given: run, Settings=lambda **given: given)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    tracker = WeightsAndBiases(TrackedRun(config(tmp_path), "id", 1))
+    tracker = WeightsAndBiases(TrackedRun(emulated(tmp_path), "id", 1))
     tracker.log(1, 1000, {"train/loss": 0.5})
     assert run.sent == [(1, {"train/loss": 0.5})]
 
@@ -203,7 +192,7 @@ def test_packages_that_are_missing_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    given: dict[str, Any] = config(tmp_path).model_dump() | {"metrics": {"wandb": True}}
+    given: dict[str, Any] = emulated(tmp_path).model_dump() | {"metrics": {"wandb": True}}
     trackers = Trackers(Config.model_validate(given))
     trackers.begin(run_started(), [], 0)
     trackers.close()

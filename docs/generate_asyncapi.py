@@ -17,7 +17,7 @@ from dora import __version__
 from dora.bus.access import ROLES
 from dora.bus.topic_plan import topic_plan
 from dora.config import Config
-from dora.schemas.registry import AVRO_DIRECTORY, RECORD_TYPES
+from dora.schemas.registry import RECORD_TYPES, current_text
 
 FILE = Path(__file__).with_name("asyncapi.yaml")
 HEAD = (
@@ -62,7 +62,6 @@ KEYS = {
     "status": "Name of the process, so that compaction keeps its last word.",
     "dead_letter": "Id of the trajectory, or else the code or the process.",
 }
-FIXED = ("cleanup.policy", "retention.ms", "max.message.bytes")
 SPOKEN = ("coordinator", "rollout", "trainer")
 _ACTIONS = {"Write": "send", "Read": "receive"}
 
@@ -146,10 +145,6 @@ def _channels() -> Iterator[tuple[str, dict[str, Any]]]:
         raise SystemExit(f"topics without a description: {specs.keys() ^ TOPICS.keys()}")
     for suffix, (records, text) in TOPICS.items():
         spec = specs[suffix]
-        settings: dict[str, Any] = {name: spec.configs[name] for name in FIXED}
-        settings["cleanup.policy"] = [settings["cleanup.policy"]]
-        for name in FIXED[1:]:
-            settings[name] = int(settings[name])
         yield (
             suffix,
             {
@@ -160,7 +155,11 @@ def _channels() -> Iterator[tuple[str, dict[str, Any]]]:
                 "bindings": {
                     "kafka": {
                         "partitions": spec.partitions,
-                        "topicConfiguration": settings,
+                        "topicConfiguration": {
+                            "cleanup.policy": [spec.configs["cleanup.policy"]],
+                            "retention.ms": int(spec.configs["retention.ms"]),
+                            "max.message.bytes": int(spec.configs["max.message.bytes"]),
+                        },
                         "bindingVersion": "0.5.0",
                     }
                 },
@@ -189,7 +188,7 @@ def _operations() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _message(record: str) -> dict[str, Any]:
-    schema = json.loads((AVRO_DIRECTORY / f"{record}.avsc").read_text(encoding="utf-8"))
+    schema = json.loads(current_text(record))
     return {
         "name": f"dora.{record}.v1",
         "title": schema["name"],

@@ -11,3 +11,5 @@ GONE: frozenset[ProcessState] = frozenset({"failed", "stopped"})
 """Said that it is over."""
 PATIENT: frozenset[ProcessState] = frozenset({"starting", "loading"})
 """Has no time to speak, and may be silent for `rollout.load_timeout_seconds`."""
+WORKING: frozenset[ProcessState] = frozenset({"ready", "training", "waiting"})
+"""Does its part of the run, or waits for others to do theirs."""

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 
 from dora.bus.settings import ClusterSettings
 from dora.config import Config
-from dora.core.process_states import GONE, PATIENT
+from dora.core.process_states import GONE, PATIENT, WORKING
 from dora.core.roster import Roster
 from dora.core.state import RunState
 from dora.schemas.records import Admission, Command, ProcessState, Record, Status, Step
@@ -38,8 +38,6 @@ from dora.telemetry.lag import LagProbe
 from dora.telemetry.meter import Meter, Positions
 
 _LOOK_SECONDS = 1.0
-WORKING: tuple[ProcessState, ...] = ("ready", "training", "waiting")
-"""States in which a process does its part of the run, or waits for others to do theirs."""
 
 
 class ExportingMeter(Meter, Collector):

@@ -10,7 +10,9 @@ import logging
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from dora.config import Config
 from dora.errors import ConfigError
@@ -48,14 +50,14 @@ def lineage_of(config: Config) -> Lineage:
     if section.url is None and not section.from_environment:
         return Lineage()
     try:
-        from dora.telemetry.lineage_events import Sender
+        from dora.telemetry.lineage_events import sender
     except ImportError as error:
         key = "url" if section.url is not None else "from_environment"
         raise ConfigError(
             f"lineage.{key} is set, but the package openlineage-python is not installed",
             hint="pip install 'dora-rl[lineage]'",
         ) from error
-    return SentLineage(config, Sender(config))
+    return SentLineage(config, sender(config))
 
 
 class SentLineage(Lineage):
@@ -92,11 +94,10 @@ class SentLineage(Lineage):
         """See `Lineage`."""
         if self._thread is None:
             return
-        try:
-            self._steps.put(None, timeout=CLOSE_SECONDS / 2)
-        except queue.Full:
-            log.warning("lineage: the last steps were not sent")
-        self._thread.join(CLOSE_SECONDS)
+        until = time.monotonic() + CLOSE_SECONDS
+        with suppress(queue.Full):
+            self._steps.put(None, timeout=CLOSE_SECONDS)
+        self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             self._ended.set()
             left = [step for step in iter(self._next, None) if step is not None]

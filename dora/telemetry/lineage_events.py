@@ -7,6 +7,7 @@ the step's number.
 
 import os
 import uuid
+from collections.abc import Callable
 from datetime import UTC, datetime
 from math import isfinite
 
@@ -158,29 +159,27 @@ def _cluster(config: Config) -> str:
     return f"kafka://{first.rpartition('://')[2]}"
 
 
-class Sender:
-    """Sends events; ConfigError if OpenLineage refuses its configuration."""
+def sender(config: Config) -> Callable[[Step, str], None]:
+    """Sends the event of a step of the run with this id, and raises what the transport raises;
+    ConfigError if OpenLineage refuses its configuration."""
+    client = _client(config)
+    return lambda step, run_id: client.emit(event_of(step, run_id, config))
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        section = config.lineage
-        if section.url is None:
-            try:
-                self._client = OpenLineageClient()
-            except Exception as error:
-                raise ConfigError(
-                    "lineage.from_environment: OpenLineage's configuration cannot be used: "
-                    f"{type(error).__name__}",
-                    hint="Check OPENLINEAGE_CONFIG and OPENLINEAGE__TRANSPORT__*.",
-                ) from error
-            return
-        given = HttpConfig(url=section.url, timeout=section.timeout_seconds)
-        given.retry = {**given.retry, "total": _RETRIES}
-        key = os.environ.get("OPENLINEAGE_API_KEY")
-        if key:
-            given.auth = ApiKeyTokenProvider({"api_key": key})
-        self._client = OpenLineageClient(transport=HttpTransport(given))
 
-    def __call__(self, step: Step, run_id: str) -> None:
-        """Send the event of a step; raises what the transport raises."""
-        self._client.emit(event_of(step, run_id, self._config))
+def _client(config: Config) -> OpenLineageClient:
+    section = config.lineage
+    if section.url is None:
+        try:
+            return OpenLineageClient()
+        except Exception as error:
+            raise ConfigError(
+                "lineage.from_environment: OpenLineage's configuration cannot be used: "
+                f"{type(error).__name__}",
+                hint="Check OPENLINEAGE_CONFIG and OPENLINEAGE__TRANSPORT__*.",
+            ) from error
+    given = HttpConfig(url=section.url, timeout=section.timeout_seconds)
+    given.retry = {**given.retry, "total": _RETRIES}
+    key = os.environ.get("OPENLINEAGE_API_KEY")
+    if key:
+        given.auth = ApiKeyTokenProvider({"api_key": key})
+    return OpenLineageClient(transport=HttpTransport(given))

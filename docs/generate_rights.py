@@ -8,7 +8,7 @@ from pathlib import Path
 
 from publication import filled, publish
 
-from dora.bus.access import ROLES, rights_rows
+from dora.bus.access import ROLES
 
 PAGE = Path(__file__).with_name("security.md")
 SOURCE = "dora/bus/access.py"
@@ -18,10 +18,12 @@ def table() -> str:
     """One row for each operation and kind of resource of a role."""
     lines = ["| role | operation | resource | names | what for |", "|---|---|---|---|---|"]
     for role in ROLES.values():
-        for number, (operation, resource, names, why) in enumerate(rights_rows(role.name)):
-            who = f"**{role.name}**: {role.who}" if number == 0 else ""
-            shown = "all eight topics" if names == "*" else f"`{names.replace(', ', '`, `')}`"
-            lines.append(f"| {who} | {operation} | {resource} | {shown} | {why} |")
+        who = f"**{role.name}**: {role.who}"
+        for need in role.needs:
+            names = ", ".join(f"`{name}`" for name in need.names)
+            shown = "all eight topics" if need.of_all_topics else names
+            lines.append(f"| {who} | {need.operation} | {need.resource} | {shown} | {need.why} |")
+            who = ""
     return "\n".join(lines) + "\n"
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from dora.bus.topic_plan import RunTopics
+from dora.bus.topic_plan import SUFFIXES
 
 Operation = Literal["Read", "Write", "Create", "Delete", "Alter", "Describe", "IdempotentWrite"]
 Resource = Literal["Topic", "Group", "TransactionalId", "Cluster"]
@@ -62,6 +62,11 @@ class Need:
     names: tuple[str, ...]
     why: str
 
+    @property
+    def of_all_topics(self) -> bool:
+        """Whether it is on every topic of the run."""
+        return self.names == SUFFIXES
+
 
 @dataclass(frozen=True, slots=True)
 class Role:
@@ -86,11 +91,8 @@ class Role:
         )
 
 
-_ALL = tuple(name.removeprefix(".") for name in RunTopics("").all)
-
-
 def _topics(operation: Operation, names: str, why: str) -> Need:
-    return Need(operation, "Topic", _ALL if names == "*" else tuple(names.split()), why)
+    return Need(operation, "Topic", SUFFIXES if names == "*" else tuple(names.split()), why)
 
 
 _SHAPE = _topics("Describe", "*", "checks that every topic is there with its partitions")
@@ -224,22 +226,6 @@ def grants(run: str, principals: Mapping[str, str]) -> list[Grant]:
         Grant(role, principal, right)
         for role, principal in principals.items()
         for right in ROLES[role].rights(run)
-    ]
-
-
-def rights_rows(role: str) -> list[tuple[str, str, str, str]]:
-    """What a role needs, for people: operation, resource, names and reason, a row each.
-
-    `RUN.` is left out of names; `*` stands for all topics of a run.
-    """
-    return [
-        (
-            need.operation,
-            need.resource,
-            "*" if need.names == _ALL else ", ".join(need.names),
-            need.why,
-        )
-        for need in ROLES[role].needs
     ]
 
 

@@ -192,7 +192,7 @@ def explain(
     if code in _UNREACHABLE:
         silent = seen is not None and seen.last_connection is None
         if silent and settings.properties.get("security.protocol", "").lower() == "ssl":
-            reason = "so does a cluster that wants SASL_SSL"
+            reason = "a cluster that wants SASL_SSL is silent too"
         detail = f" ({reason})" if reason and reason != text else ""
         return BusError(
             f"Kafka at {address} did not answer while {doing}: {text}{detail}",
@@ -300,7 +300,7 @@ def _refused_connection(settings: ClusterSettings) -> AccessError | None:
         return None if why is None else _no_tls(settings, why)
     if not speaks_tls(servers):
         return None
-    protocol = properties.get("security.protocol", "plaintext")
+    protocol = properties.get("security.protocol", "PLAINTEXT")
     wanted = "SASL_SSL" if protocol.lower().startswith("sasl") else "SSL or SASL_SSL"
     return AccessError(
         f"Kafka at {servers} speaks TLS, and this client does not (security.protocol={protocol})",

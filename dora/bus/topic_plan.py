@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dora.config import Config
 
-_SUFFIXES = (
+SUFFIXES = (
     "dispatch",
     "chunks",
     "trajectories",
@@ -20,6 +20,7 @@ _SUFFIXES = (
     "workers",
     "dead-letters",
 )
+"""Last parts of the names of a run's topics."""
 
 SHOWN_CONFIGS = frozenset(
     {
@@ -85,7 +86,7 @@ class RunTopics:
     @property
     def all(self) -> tuple[str, ...]:
         """All names."""
-        return tuple(f"{self.run}.{suffix}" for suffix in _SUFFIXES)
+        return tuple(f"{self.run}.{suffix}" for suffix in SUFFIXES)
 
 
 @dataclass(frozen=True, slots=True)

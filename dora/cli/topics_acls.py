@@ -17,7 +17,6 @@ from dora.bus.access import (
     Grant,
     default_principal,
     grants,
-    rights_rows,
     script,
 )
 from dora.bus.acls import AclAdmin
@@ -144,9 +143,16 @@ def _objects(given: Sequence[Grant]) -> list[dict[str, str]]:
 def _print_table(run: str, given: Sequence[Grant]) -> None:
     principals = {grant.role: grant.principal for grant in given}
     rows = [
-        (role, principal, *row)
+        (
+            role,
+            principal,
+            need.operation,
+            need.resource,
+            "*" if need.of_all_topics else ", ".join(need.names),
+            need.why,
+        )
         for role, principal in principals.items()
-        for row in rights_rows(role)
+        for need in ROLES[role].needs
     ]
     print_line(f"Names begin with `{run}.`, and * stands for all topics of the run.")
     print_line(columns([_COLUMNS, *rows]))

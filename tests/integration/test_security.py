@@ -153,7 +153,8 @@ def test_a_client_is_known_by_its_certificate(
 def test_a_client_whose_certificate_cannot_be_shown_hears_what_the_cluster_said(
     secured: SecuredBroker,
 ) -> None:
-    settings = ClusterSettings(secured.address("MUTUAL"), inline(secured, "expired"))
+    properties = inline(secured, "expired")
+    settings = ClusterSettings(secured.address("MUTUAL"), properties, connect_timeout=6.0)
     with pytest.raises(AccessError, match=r"no TLS connection.*alert") as caught:
         TopicAdmin(settings).ping()
     assert "BEGIN" not in str(caught.value)
@@ -179,7 +180,9 @@ def test_tls_without_a_name_where_the_cluster_wants_one_is_asked_about(
 ) -> None:
     properties = {"security.protocol": "SSL", "ssl.ca.location": str(secured.ca)}
     settings = ClusterSettings(secured.address(), properties, connect_timeout=2.0)
-    with pytest.raises(BusError, match=r"did not answer while connecting for 2 s.*SASL_SSL"):
+    with pytest.raises(
+        BusError, match=r"did not answer while connecting for 2 s.*SASL_SSL is silent too"
+    ):
         TopicAdmin(settings).ping()
 
 

@@ -1,4 +1,4 @@
-"""The Kubernetes manifests and schemas of the tests, as Kubernetes would see them."""
+"""The manifests and schemas of the tests, as Kubernetes and `dora` would see them."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -7,9 +7,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import click
 import jsonschema
 import kubernetes_validate
 import yaml
+
+from dora.cli.main import cli
 
 ROOT = Path(__file__).parents[1]
 KUBERNETES = ROOT / "ops" / "kubernetes"
@@ -95,6 +98,24 @@ def containers(resource: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     pod = pod_of(resource)
     if pod is not None and "spec" in pod:
         yield from pod["spec"]["containers"]
+
+
+def local_kafka() -> dict[str, str]:
+    """The settings of the local broker."""
+    lines = (ROOT / "ops" / "kafka" / "server.properties").read_text().splitlines()
+    pairs = (line.partition("=") for line in lines if line[:1].isalpha())
+    return {name: value for name, _, value in pairs}
+
+
+def understood(words: list[str]) -> click.Context:
+    """What `dora` makes of a command line."""
+    command: click.Command = cli
+    while isinstance(command, click.Group):
+        name, *words = words
+        found = command.get_command(click.Context(cli), name)
+        assert found is not None, f"dora has no command {name}"
+        command = found
+    return command.make_context(command.name, list(words))
 
 
 def check(resource: Mapping[str, Any]) -> None:

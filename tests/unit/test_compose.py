@@ -5,15 +5,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import click
 import jsonschema
 import pytest
 import yaml
 
-from dora.cli.main import cli
 from dora.config import Config
 from dora.config_file import load_config
-from tests.manifests import ROOT, schema
+from tests.manifests import ROOT, local_kafka, schema, understood
 
 OPS = ROOT / "ops"
 FILE = yaml.safe_load((OPS / "compose.yaml").read_text())
@@ -63,26 +61,29 @@ def test_dora_understands_its_command_and_configuration(name: str) -> None:
     service = SERVICES[name]
     first, *words = [filled(word) for word in service["command"]]
     assert first == "dora" and service["profiles"] == ["run"]
-    command: click.Command = cli
-    while isinstance(command, click.Group):
-        name, *words = words
-        found = command.get_command(click.Context(cli), name)
-        assert found is not None
-        command = found
-    parsed = command.make_context(command.name, list(words))
     mounted = mounts(service)
-    path = parsed.params["config_path"]
+    path = understood(words).params["config_path"]
     assert (OPS / mounted[str(path.parent)] / path.name).resolve() == OPS / "run.toml"
     config = configured(service)
     assert mounted[str(config.run.directory)] in FILE["volumes"]
     listeners = SERVICES["kafka"]["environment"]["KAFKA_ADVERTISED_LISTENERS"]
     assert f"INTERNAL://{config.kafka.bootstrap_servers}" in listeners
-    check = service.get("healthcheck")
-    assert name == "topics" or check is None or f":{config.metrics.port}/ready" in check["test"][-1]
+    asked = service.get("healthcheck", {}).get("test", ["nothing"])[-1]
+    assert (f":{config.metrics.port}/ready" in asked) == (name != "topics")
     # one broker keeps one copy, of records of this size
     assert config.kafka.replication_factor == 1
     limit = SERVICES["kafka"]["environment"]["KAFKA_MESSAGE_MAX_BYTES"]
     assert config.kafka.max_message_bytes <= limit
+
+
+def test_kafka_has_the_settings_of_the_local_one() -> None:
+    given = SERVICES["kafka"]["environment"]
+    local = {f"KAFKA_{n.replace('.', '_').upper()}": value for n, value in local_kafka().items()}
+    shared = given.keys() & local.keys()
+    assert len(shared) > 10
+    for name in shared:
+        own = "LISTENER" in name or name == "KAFKA_LOG_DIRS"
+        assert own or str(given[name]) == local[name], name
 
 
 def test_versions_are_those_of_the_tests() -> None:

@@ -172,8 +172,8 @@ class RunVersions:
     def _heir(self, version: int) -> int | None:
         """The next version of its slot; nothing of `version` is written behind its beginning."""
         ring = self._started.ring
-        later = range(version + ring, max(self._policies, default=0) + 1, ring)
-        return next((number for number in later if number in self._policies), None)
+        later = (v for v in self._policies if v > version and (v - version) % ring == 0)
+        return min(later, default=None)
 
     def _starts(self, version: int) -> dict[int, int]:
         policy = self._policies.get(version)

@@ -82,8 +82,9 @@ def test_evaluations_do_not_keep_a_version_open_but_may_still_come_until_its_slo
 
 
 def test_a_version_ends_where_the_next_one_of_its_slot_begins() -> None:
-    found = versions([], starts={0: 3, 3: 50, 1: 7})
-    assert [found.extent(v) for v in (0, 3, 1)] == [{0: (3, 50)}, {0: (50, 90)}, {1: (7, 91)}]
+    forged = 3 * 2**60
+    found = versions([], starts={forged: 80, 0: 3, 3: 50, 1: 7})
+    assert [found.extent(v) for v in (0, 3, 1)] == [{0: (3, 50)}, {0: (50, 80)}, {1: (7, 91)}]
 
 
 def test_what_retention_deleted_of_a_version_is_named() -> None:

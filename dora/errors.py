@@ -120,3 +120,11 @@ class DeadlineError(DoraError):
 
 class RankError(DoraError):
     """Another rank of the trainer ended, hangs or failed; this one cannot go on without it."""
+
+
+def first_line(error: BaseException) -> str:
+    """What a library said, without the stack that it appends."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dora.consumers.export_targets import version_of
-from dora.errors import UsageError
+from dora.errors import UsageError, first_line
 
 LINE_BYTES = 64 * 2**20
 """A longer line of JSON is refused."""
@@ -95,7 +95,9 @@ def _parquet(file: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(file)
     except (OSError, pa.ArrowException) as error:
-        raise UsageError(f"{file}: not a Parquet file that can be read: {_line(error)}") from error
+        raise UsageError(
+            f"{file}: not a Parquet file that can be read: {first_line(error)}"
+        ) from error
 
 
 def _parquet_rows(file: Path, columns: Sequence[str] | None) -> Iterator[FileRow]:
@@ -110,7 +112,7 @@ def _parquet_rows(file: Path, columns: Sequence[str] | None) -> Iterator[FileRow
                     number += 1
                     yield FileRow(f"{file}, row {number}", fields)
         except (OSError, pa.ArrowException) as error:
-            raise UsageError(f"{file}: damaged after row {number}: {_line(error)}") from error
+            raise UsageError(f"{file}: damaged after row {number}: {first_line(error)}") from error
 
 
 def _json_rows(file: Path) -> Iterator[FileRow]:
@@ -155,7 +157,3 @@ def _object(place: str, line: bytes) -> dict[str, Any]:
 def _natural(text: str) -> list[tuple[int, int, str]]:
     parts = re.split(r"(\d+)", text)
     return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts]
-
-
-def _line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dora.config import Config, PolicySection
-from dora.errors import PolicyError, TaskError
+from dora.errors import PolicyError, TaskError, first_line
 from dora.weights.models import emulated_vocabulary
 
 
@@ -135,9 +135,9 @@ def _from_pretrained(kind: str, name: str, setting: str, trust_remote_code: bool
         )
     except (OSError, ValueError, KeyError, ImportError) as exception:
         what = "tokenizer" if kind == "AutoTokenizer" else "model configuration"
-        first = str(exception).strip().splitlines()[0] if str(exception).strip() else ""
         raise PolicyError(
-            f"{setting} = {name}: the {what} cannot be loaded: {type(exception).__name__}: {first}",
+            f"{setting} = {name}: the {what} cannot be loaded: {type(exception).__name__}: "
+            f"{first_line(exception)}",
             hint="Name a directory that holds it, or a Hugging Face model that this machine can "
             "reach or has downloaded. With policy.prepare, the directory is made by the run.",
         ) from exception

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from dora.errors import PolicyError, WeightsError
+from dora.errors import PolicyError, WeightsError, first_line
 
 COMPANIONS = (
     "config.json",
@@ -125,10 +125,9 @@ def _download(model: str) -> Path:
             snapshot_download(model, allow_patterns=[*COMPANIONS, "*.safetensors*", "*.py"])
         )
     except (OSError, ValueError, RuntimeError) as error:
-        summary = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise PolicyError(
             f"policy.model: {model!r} is no directory, and cannot be had from Hugging Face: "
-            f"{summary}",
+            f"{first_line(error)}",
             hint="Check the path; without a network, download the model first and give its "
             "directory.",
         ) from error

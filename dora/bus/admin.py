@@ -28,10 +28,10 @@ class Admin(Closing):
     refuses.
     """
 
-    def __init__(self, settings: ClusterSettings, *, client_id: str = "dora-admin") -> None:
+    def __init__(self, settings: ClusterSettings) -> None:
         self._settings = settings
         self._failures = Failures()
-        properties = {**client_properties(settings, client_id), **settings.properties}
+        properties = {**client_properties(settings, "dora-admin"), **settings.properties}
         self._admin: AdminClient = make_client(
             AdminClient, {**properties, "error_cb": self._failures}
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dora.config import Config
 from dora.consumers.export_rows import SCHEMA
@@ -38,6 +38,8 @@ _DISTRIBUTION = ("temperature", "top_p", "top_k")
 
 class _Place(BaseModel):
     """Columns that say where a trajectory belongs and whether it fits."""
+
+    model_config = ConfigDict(strict=True)
 
     run: str
     trajectory_id: str
@@ -70,7 +72,8 @@ class FileRecording(Recorded):
         self.steps = 0
         """The newest version that a trajectory helped to make."""
         self._config = config
-        self._files: dict[int, list[Path]] = {}
+        self._files: dict[int, dict[Path, None]] = {}
+        """Where each version's rows are, in order."""
         found = self._index(files)
         self.admissions = unbroken(found)
         self.left_out = len(found) - len(self.admissions)
@@ -93,10 +96,7 @@ class FileRecording(Recorded):
                     hint="--serve takes what `dora export --to parquet` or `--to jsonl` wrote.",
                 )
             for row in rows_of(file, list(_Place.model_fields)):
-                version = self._take(row, found)
-                mine = self._files.setdefault(version, [])
-                if file not in mine:
-                    mine.append(file)
+                self._files.setdefault(self._take(row, found), {})[file] = None
         size = self._config.window.group_size
         for group, samples in found.items():
             if len(samples) > group.group_size:
@@ -159,7 +159,7 @@ class FileRecording(Recorded):
         read: dict[str, list[Timed]] = {
             each.group_id: [] for each in self.admissions if each.policy_version == version
         }
-        for file in self._files.get(version, []):
+        for file in self._files[version]:
             for row in rows_of(file):
                 if row.fields["version"] != version or row.fields["group_id"] not in read:
                     continue

@@ -128,7 +128,7 @@ def exported_lines(directory: Path, *changes: dict[str, Any]) -> list[Path]:
             RunError,
             "sampled with temperature = 0.5, rollout.temperature = 1.0",
         ),
-        ({"version": None}, UsageError, "line 1: no trajectory: version: Input should be a valid"),
+        ({"version": "0"}, UsageError, "line 1: no trajectory: version: Input should be a valid"),
         ({"ordinal": "first"}, UsageError, "line 1: no trajectory: ordinal: Input should be a"),
         ({"trajectory_id": "g0/1"}, UsageError, "line 2: g0/1 stands in the files before that"),
     ],

@@ -21,7 +21,7 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import NoSuchTableError
 
 from dora.bus.broker_process import free_port
-from tests.services import STOP_SECONDS, Service, await_answer, ended, java, started
+from tests.services import STOP_SECONDS, Service, await_answer, java, started
 
 ROOT = Path(__file__).resolve().parents[1]
 OPS = ROOT / "ops" / "connect"
@@ -91,7 +91,7 @@ class Lake:
 
 
 class ConnectWorker:
-    """One worker of a distributed Connect; it may be started again after `kill` or `stop`."""
+    """One worker of a distributed Connect; it may be started again after `kill`."""
 
     def __init__(self, directory: Path, bootstrap_servers: str, name: str) -> None:
         self._directory = directory
@@ -148,12 +148,6 @@ class ConnectWorker:
         if self._service is not None:
             self._service.kill()
             self._service.wait(STOP_SECONDS)
-            self._service = None
-
-    def stop(self) -> None:
-        """Ask it to end."""
-        if self._service is not None:
-            ended(self._service)
             self._service = None
 
     def put(self, name: str, config: Mapping[str, str]) -> None:

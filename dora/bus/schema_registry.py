@@ -60,7 +60,7 @@ class SchemaRegistry:
         self._may_register = section.register_schemas
         self._connect_timeout = connect_timeout
         self._request_timeout = request_timeout
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._is_registry = False
         self._known: dict[int, Schema] = {}
         self._asked: dict[int, _Question] = {}

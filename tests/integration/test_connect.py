@@ -4,19 +4,12 @@ and records that are not trajectories."""
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from confluent_kafka import (
-    Consumer,
-    ConsumerGroupTopicPartitions,
-    KafkaError,
-    Message,
-    Producer,
-    TopicPartition,
-)
+from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, Message, Producer
 from confluent_kafka.admin import AdminClient
 
 from dora.bus import ClusterSettings, cluster_settings
@@ -33,6 +26,7 @@ from dora.schemas.records import (
 from tests import written_run
 from tests.brokers import Cluster
 from tests.connect_worker import ROOT, ConnectWorker, Lake, connector, make_topic
+from tests.raw_log import raw_messages
 from tests.schema_registry import Registry
 
 pytestmark = pytest.mark.timeout(900)
@@ -99,9 +93,7 @@ class TrajectoryWriter:
 
 
 @pytest.fixture(scope="module")
-def sunk(
-    kafka: Cluster, registry: Registry, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Sunk]:
+def sunk(kafka: Cluster, registry: Registry, tmp_path_factory: pytest.TempPathFactory) -> Sunk:
     """The whole story, once: sink, kill, write on, start again, wait until all is there."""
     name = f"connect-{uuid.uuid4().hex[:8]}"
     address = kafka.bootstrap_servers
@@ -163,11 +155,10 @@ def sunk(
             )
 
         wait_for(complete, worker)
-        letters = read_letters(address, f"{name}-letters", len(foreign))
-        yield Sunk(lake, writer.written, foreign, letters, archived, killed_at)
-        worker.stop()
+        letters = list(raw_messages(address, f"{name}-letters"))
     finally:
         worker.kill()
+    return Sunk(lake, writer.written, foreign, letters, archived, killed_at)
 
 
 def foreign_values(writer: TrajectoryWriter) -> dict[str, bytes]:
@@ -190,24 +181,10 @@ def plain_run(address: str, run: str) -> dict[tuple[str, int, int], Record]:
     """A run without a registry; its trajectories and ledger, by topic, partition and offset."""
     settings = cluster_settings(KafkaSection(bootstrap_servers=address))
     topics = written_run.RunWriter(settings, run, "model").write().topics
-    consumer = Consumer(
-        {"bootstrap.servers": address, "group.id": "none", "enable.partition.eof": False}
-    )
-    found: dict[tuple[str, int, int], Record] = {}
-    ends = {
-        (topic, partition): consumer.get_watermark_offsets(TopicPartition(topic, partition))[1]
-        for topic in (topics.trajectories, topics.steps)
-        for partition in consumer.list_topics(topic, 30).topics[topic].partitions
+    return {
+        (message.topic(), message.partition(), message.offset()): decode(message.value())
+        for message in raw_messages(address, topics.trajectories, topics.steps)
     }
-    consumer.assign([TopicPartition(topic, partition, 0) for topic, partition in ends])
-    until = time.monotonic() + DEADLINE
-    while len(found) < sum(ends.values()):
-        message = consumer.poll(1.0)
-        assert time.monotonic() < until, found
-        if message is not None:
-            found[message.topic(), message.partition(), message.offset()] = decode(message.value())
-    consumer.close()
-    return found
 
 
 def consumed(address: str, group: str, written: dict[Place, Trajectory]) -> bool:
@@ -217,23 +194,6 @@ def consumed(address: str, group: str, written: dict[Place, Trajectory]) -> bool
     committed = {p.partition: p.offset for p in asked[group].result(30).topic_partitions}
     ends = {p: max(o for q, o in written if q == p) + 1 for p in range(PARTITIONS)}
     return all(committed.get(partition, -1) >= end for partition, end in ends.items())
-
-
-def read_letters(address: str, topic: str, count: int) -> list[Message]:
-    """The dead letters, at least `count`."""
-    consumer = Consumer({"bootstrap.servers": address, "group.id": "none"})
-    consumer.assign([TopicPartition(topic, 0, 0)])
-    found: list[Message] = []
-    end = consumer.get_watermark_offsets(TopicPartition(topic, 0))[1]
-    assert end >= count
-    until = time.monotonic() + DEADLINE
-    while len(found) < end and time.monotonic() < until:
-        message = consumer.poll(1.0)
-        if message is not None:
-            assert message.error() is None, message.error()
-            found.append(message)
-    consumer.close()
-    return found
 
 
 def wait_for(condition: Callable[[], bool], worker: ConnectWorker) -> None:

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
+from confluent_kafka import Producer
 from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
 
-from dora.bus import BEGINNING, END, ClusterSettings, LogReader, cluster_settings
+from dora.bus import BEGINNING, END, ClusterSettings, LogReader, RunTopics, cluster_settings
 from dora.config import KafkaSection
 from dora.schemas.registry import FULL_NAMES
 from tests.brokers import Cluster
 from tests.configurations import EMULATED
+from tests.raw_log import raw_messages
 from tests.registry_front import Front, registry_front
 from tests.schema_registry import Registry
 from tests.small_run import dora, refused
@@ -138,37 +139,11 @@ def test_the_run_is_complete_and_the_audit_clean(named: NamedRun) -> None:
 def test_every_record_is_in_confluents_wire_format(named: NamedRun) -> None:
     client = SchemaRegistryClient({"url": named.front.url, "basic.auth.user.info": "ann:right"})
     ours = {client.get_latest_version(subject).schema_id for subject in FULL_NAMES}
-    consumer = Consumer(
-        {
-            "bootstrap.servers": named.address,
-            "group.id": NAME,
-            "isolation.level": "read_committed",
-            "enable.partition.eof": True,
-        }
-    )
     found: set[int] = set()
-    try:
-        topics = consumer.list_topics(timeout=60).topics
-        places = [
-            TopicPartition(name, number, 0)
-            for name, topic in topics.items()
-            if name.startswith(f"{NAME}.")
-            for number in topic.partitions
-        ]
-        consumer.assign(places)
-        open_ = len(places)
-        while open_:
-            message = consumer.poll(60)
-            assert message is not None
-            if message.error() is not None:
-                assert message.error().code() == KafkaError._PARTITION_EOF
-                open_ -= 1
-                continue
-            value = message.value()
-            assert value is not None and value[0] == 0, (message.topic(), value)
-            found.add(int.from_bytes(value[1:5], "big"))
-    finally:
-        consumer.close()
+    for message in raw_messages(named.address, *RunTopics(NAME).all):
+        value = message.value()
+        assert value is not None and value[0] == 0, (message.topic(), value)
+        found.add(int.from_bytes(value[1:5], "big"))
     assert len(found & ours) >= 8 and len(found - ours) == 2
 
 

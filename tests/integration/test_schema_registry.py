@@ -4,13 +4,14 @@ forbids, or knows other schemas."""
 import json
 import re
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import trustme
-from confluent_kafka import Consumer, Producer
+from confluent_kafka import Producer
 from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
 from confluent_kafka.schema_registry.avro import AvroDeserializer
 from confluent_kafka.serialization import MessageField, SerializationContext
@@ -34,6 +35,7 @@ from dora.schemas.codec import encode
 from dora.schemas.registry import FULL_NAMES, RECORD_TYPES, current_text
 from tests.brokers import Cluster
 from tests.http_server import Handler, served
+from tests.raw_log import raw_messages
 from tests.registry_front import Front, registry_front
 from tests.run_records import admission, policy, trajectory
 from tests.schema_registry import Registry
@@ -176,6 +178,22 @@ def test_a_registry_that_is_away_is_named_with_what_to_check() -> None:
     assert not error.permanent
 
 
+def test_a_registry_that_hangs_or_has_no_time_is_given_up_after_a_while() -> None:
+    over = threading.Event()
+
+    class Troubled(Handler):
+        def do_GET(self) -> None:
+            if self.path.startswith("/hangs"):
+                over.wait(DEADLINE)
+            self.answer(503, b'{"message": "no time"}')
+
+    with served(Troubled) as url:
+        parts = ("did not answer while connecting for", "no time (HTTP status 503)")
+        refused(RegistryError, reached(url, seconds=0.5).prepare, *parts)
+        refused(RegistryError, reached(f"{url}/hangs", seconds=0.5).prepare, parts[0], "timed out")
+        over.set()
+
+
 def test_a_registry_that_starts_late_is_waited_for(front: Front) -> None:
     front.stop()
     used = reached(front)
@@ -300,15 +318,7 @@ def test_records_go_through_kafka_and_other_peoples_tools_read_them(
     both = read(settings_over(kafka, front), topic)
     assert [message.value for message in both] == [GOOD, GOOD]
 
-    consumer = Consumer({"bootstrap.servers": kafka.bootstrap_servers, "group.id": topic,
-                         "auto.offset.reset": "earliest"})  # fmt: skip
-    try:
-        consumer.subscribe([topic])
-        message = consumer.poll(DEADLINE)
-        assert message is not None and message.error() is None
-        value = message.value()
-    finally:
-        consumer.close()
+    value = next(raw_messages(kafka.bootstrap_servers, topic)).value()
     deserialized = AvroDeserializer(client(front))(
         value, SerializationContext(topic, MessageField.VALUE)
     )

@@ -1,16 +1,19 @@
 """How a schema registry is configured: file, environment, options, and what never leaves them."""
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from dora.bus.schema_registry import SchemaRegistry
 from dora.bus.settings import cluster_settings
 from dora.cli.options import ConfigSource, registry_arguments
 from dora.cli.replay_toml import to_toml
 from dora.config import Config
 from dora.config_file import KafkaOverrides, load_config, load_kafka_section
+from dora.config_registry import RegistrySection
 from dora.errors import ConfigError
 from tests.configurations import MINIMAL
 
@@ -127,3 +130,12 @@ def test_wrong_properties_are_named_without_their_values(tmp_path: Path) -> None
         load(tmp_path, "", "kafka.registry.register_schemas=false")
     with pytest.raises(ConfigError, match=r"did you mean kafka\.registry\.url"):
         load(tmp_path, '[kafka.registry]\nulr = "http://r"\nurl = "http://r"\n')
+
+
+def test_a_client_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "confluent_kafka.schema_registry", None)
+    section = RegistrySection(url="http://registry")
+    registry = SchemaRegistry(section, connect_timeout=1.0, request_timeout=1.0)
+    with pytest.raises(ConfigError, match="package that is not installed") as caught:
+        registry.prepare()
+    assert caught.value.hint == "pip install 'dora-rl[registry]'"

@@ -14,10 +14,10 @@ from typing import Any
 import pyarrow as pa
 
 from dora import faults
-from dora.consumers.export_lake import EXTRA, Guarded, LakeTarget, first_line
+from dora.consumers.export_lake import EXTRA, Guarded, LakeTarget
 from dora.consumers.export_rows import SCHEMA, SOURCE_KEY, TOKEN_COLUMNS, Source
 from dora.consumers.export_targets import Say, version_of
-from dora.errors import ExportError, UsageError
+from dora.errors import ExportError, UsageError, first_line
 from dora.schemas.records import RunStarted
 
 try:

@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dora import faults
-from dora.consumers.export_lake import EXTRA, Guarded, LakeTarget, first_line
+from dora.consumers.export_lake import EXTRA, Guarded, LakeTarget
 from dora.consumers.export_rows import SCHEMA, SOURCE_KEY, Source
 from dora.consumers.export_targets import PARQUET_OPTIONS, Say, refusal
-from dora.errors import ExportError, UsageError
+from dora.errors import ExportError, UsageError, first_line
 from dora.schemas.records import RunStarted
 from dora.weights.store import flush_entry
 

@@ -80,11 +80,3 @@ class Guarded:
         except BaseException as error:
             self.error = error
             raise
-
-
-def first_line(error: BaseException) -> str:
-    """What a library said, without the stack that it appends."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -4,19 +4,16 @@ Invariant: each such record is a dead letter once, however often the log is read
 already is not written again.
 """
 
-import time
 from contextlib import ExitStack
 
-from dora.bus.reader import BEGINNING, LogReader, Message, Unreadable
+from dora.bus.dead_letters import dead_letter
+from dora.bus.reader import BEGINNING, LogReader, Message
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.bus.writer import LogWriter
-from dora.schemas.codec import encode
 from dora.schemas.records import DeadLetter
 
 PROCESS = "export"
-_FRAME_BYTES = 65_536
-"""Left free in a record for what a dead letter says beside the payload."""
 
 
 class DeadLetters(ExitStack):
@@ -54,22 +51,8 @@ class DeadLetters(ExitStack):
         self._seen.add(place)
         if not self._write or place in self._there():
             return
-        value = message.value
-        payload = value.payload if isinstance(value, Unreadable) else encode(value)
-        room = max(0, self._settings.max_message_bytes - _FRAME_BYTES)
-        if len(payload) > room:
-            what += f" (the first {room} of {len(payload)} bytes are kept)"
-        letter = DeadLetter(
-            run=self._topics.run,
-            code=value.code if isinstance(value, Unreadable) else "foreign",
-            reason=what,
-            process=PROCESS,
-            created_ms=time.time_ns() // 1_000_000,
-            topic=message.topic,
-            partition=message.partition,
-            offset=message.offset,
-            trajectory_id=message.key or "",
-            payload=payload[:room],
+        letter = dead_letter(
+            message, what, run=self._topics.run, process=PROCESS, settings=self._settings
         )
         if self._writer is None:
             writer = LogWriter(self._settings, client_id=f"{self._topics.run}.{PROCESS}")

@@ -6,7 +6,6 @@ rows is refused with file and line before anything is made of it; one row, or on
 file, is in memory at a time.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import pyarrow.parquet as pq
 
 from dora.consumers.export_targets import version_of
 from dora.errors import UsageError, first_line
+from dora.json_lines import object_of
 
 LINE_BYTES = 64 * 2**20
 """A longer line of JSON is refused."""
@@ -130,28 +130,12 @@ def _json_rows(file: Path) -> Iterator[FileRow]:
 
 
 def _object(place: str, line: bytes) -> dict[str, Any]:
-    if len(line) > LINE_BYTES:
-        raise UsageError(
-            f"{place}: longer than {LINE_BYTES // 2**20} MiB",
-            hint="JSON is read as one object a line.",
-        )
     try:
-        value = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{place}: not UTF-8: {error.reason} at byte {error.start + 1}") from error
-    except json.JSONDecodeError as error:
-        raise UsageError(
-            f"{place}: not JSON: {error.msg} at column {error.colno}",
-            hint="JSON is read as one object a line.",
-        ) from error
-    except RecursionError as error:
-        raise UsageError(f"{place}: nested too deeply") from error
-    if not isinstance(value, dict):
-        raise UsageError(
-            f"{place}: holds a {type(value).__name__}, not an object",
-            hint="JSON is read as one object a line.",
-        )
-    return value
+        if len(line) > LINE_BYTES:
+            raise ValueError(f"longer than {LINE_BYTES // 2**20} MiB")
+        return object_of(line)
+    except ValueError as error:
+        raise UsageError(f"{place}: {error}", hint="JSON is read as one object a line.") from error
 
 
 def _natural(text: str) -> list[tuple[int, int, str]]:

@@ -220,6 +220,7 @@ def test_the_verifier_finds_the_reference_answer_under_one_name(tmp_path: Path) 
     [
         (b"{broken", "line 3: not JSON"),
         (b'"text"', "line 3: holds str, not an object"),
+        (b"[" * 100_000, "line 3: nested too deeply"),
         (b'{"answer": "1"}', 'line 3: has no field "prompt"'),
         (b'{"prompt": "x"}', 'line 3: has no field "answer"'),
         (b'{"prompt": 7, "answer": "1"}', "line 3: the prompt is of type int"),

@@ -7,13 +7,13 @@ reached without going through those before it.
 """
 
 import hashlib
-import json
 import zlib
 from array import array
 from typing import Any
 
 from dora.config import Config
 from dora.errors import TaskError
+from dora.json_lines import object_of
 from dora.producers.tasks.base import (
     Prompt,
     PromptEncoder,
@@ -103,15 +103,9 @@ class JsonlTask(Task):
     def _parse(self, number: int, line: bytes) -> tuple[dict[str, Any], str]:
         place = f"{self._path}, line {number}"
         try:
-            item = json.loads(line)
-        except UnicodeDecodeError as exception:
-            raise TaskError(f"{place}: not UTF-8: {exception}") from exception
-        except json.JSONDecodeError as exception:
-            raise TaskError(
-                f"{place}: not JSON: {exception.msg} at column {exception.colno}"
-            ) from exception
-        if not isinstance(item, dict):
-            raise TaskError(f"{place}: holds {type(item).__name__}, not an object")
+            item = object_of(line)
+        except ValueError as error:
+            raise TaskError(f"{place}: {error}") from error
         needed = [self._section.answer_field]
         if self._section.render is None:
             needed.insert(0, self._section.prompt_field)

@@ -112,39 +112,32 @@ class SchemaRegistry:
         subject = CURRENT[name].parsed["name"]
         schema = RegistrySchema(current_text(name), "AVRO")
 
-        def look_up() -> int | None:
-            found = self._client.find(
-                lambda client: client.lookup_schema(subject, schema),
-                f"looking up {subject}",
-                deadline,
-            )
-            return None if found is None else int(found.schema_id)
-
         self._have_level(subject, deadline)
-        number = look_up()
-        if number is None and not self._may_register:
-            number = self._equal_version(name, subject, deadline)
-        if number is not None:
-            return number
-        if not self._may_register:
-            raise RegistryRefusal(
-                f"the schema registry at {self.url} does not have this version's schema of "
-                f"{subject}, and kafka.registry.register_schemas is false",
-                hint="let someone who may register run: dora topics create CONFIG",
-            )
-        registering = f"registering {subject}"
-        try:
-            return int(
-                self._client.call(
-                    lambda client: client.register_schema(subject, schema), registering, deadline
+        found = self._client.find(
+            lambda client: client.lookup_schema(subject, schema), f"looking up {subject}", deadline
+        )
+        if found is not None:
+            return int(found.schema_id)
+        refusal = RegistryRefusal(
+            f"the schema registry at {self.url} does not have this version's schema of "
+            f"{subject}, and kafka.registry.register_schemas is false",
+            hint="let someone who may register run: dora topics create CONFIG",
+        )
+        if self._may_register:
+            doing = f"registering {subject}"
+            try:
+                return int(
+                    self._client.call(
+                        lambda client: client.register_schema(subject, schema), doing, deadline
+                    )
                 )
-            )
-        except Refused as refused:
-            # Another process may have done it meanwhile; someone else, with other line breaks.
-            number = look_up() or self._equal_version(name, subject, deadline)
-            if number is None:
-                raise self._client.refusal(refused, registering) from refused
-            return number
+            except Refused as refused:
+                refusal = self._client.refusal(refused, doing)
+        # Another process may have done it meanwhile; someone else, with other line breaks.
+        number = self._equal_version(name, subject, deadline)
+        if number is None:
+            raise refusal
+        return number
 
     def _equal_version(self, name: str, subject: str, deadline: float) -> int | None:
         """Id of a version that makes the same bytes, though its text is another."""

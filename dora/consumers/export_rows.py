@@ -18,8 +18,8 @@ from dora.consumers.run_log import Placed
 from dora.consumers.trajectory_rows import Fate, Fates
 from dora.schemas.records import Admission, Trajectory
 
-BATCH_BYTES = 32 * 2**20
-"""A batch is given out when its records hold so much, also if it has fewer rows than asked for."""
+BATCH_ROWS, BATCH_BYTES = 1024, 32 * 2**20
+"""A batch is given out when it has so many rows, or when its records hold so much."""
 
 _TIME = pa.timestamp("us", tz="UTC")
 _FIRST_MS, _LAST_MS = -62_135_596_800_000, 253_402_300_799_999
@@ -155,9 +155,8 @@ def batches(
     trajectories: Iterable[Placed[Trajectory]],
     admissions: Mapping[str, Admission],
     fates: Fates,
-    rows: int,
 ) -> Iterator[pa.RecordBatch]:
-    """Trajectories of groups in `admissions` as batches of `SCHEMA`, at most `rows` each."""
+    """Trajectories of groups in `admissions` as batches of `SCHEMA`."""
     pending: list[Placed[Trajectory]] = []
     size = 0
 
@@ -170,7 +169,7 @@ def batches(
         record = placed.record
         size += len(record.token_ids) + len(record.logprobs) + len(record.mask)
         size += len(record.text or "")
-        if len(pending) >= rows or size >= BATCH_BYTES:
+        if len(pending) >= BATCH_ROWS or size >= BATCH_BYTES:
             yield batch()
             pending, size = [], 0
     if pending:

@@ -85,16 +85,15 @@ def export_run(
     wanted: Wanted = Wanted(),
     ended: bool = False,
     write_letters: bool = True,
-    rows: int = 1024,
     deadline: float = 3600.0,
     say: Say = lambda text: None,
 ) -> Summary:
     """Bring the target up to the closed versions of `run` within `wanted`.
 
-    With `ended` the run counts as over. At most `rows` rows are in memory at once, beside what the
-    clients fetch ahead. Raises TopicError or RunError if there is no such run or version, RunError
-    if the one version asked for may still change, what the target raises at its door, ExportError
-    when it refuses rows, DeadlineError after `deadline` seconds and BusError if the cluster fails.
+    With `ended` the run counts as over. Raises TopicError or RunError if there is no such run or
+    version, RunError if the one version asked for may still change, what the target raises at its
+    door, ExportError when it refuses rows, DeadlineError after `deadline` seconds and BusError if
+    the cluster fails.
     """
     began = time.monotonic()
     log = ExportLog(settings, run, deadline=deadline, write_letters=write_letters)
@@ -107,7 +106,7 @@ def export_run(
         log.letters as letters,
     ):
         log.hand_over()
-        export = _Export(run, log, reader, target, rows, say)
+        export = _Export(run, log, reader, target, say)
         for version in reader.versions.numbers:
             if version in wanted:
                 export.take(version)
@@ -129,12 +128,11 @@ def export_run(
 
 class _Export:
     def __init__(
-        self, run: str, log: ExportLog, reader: VersionReader, target: Target, rows: int, say: Say
+        self, run: str, log: ExportLog, reader: VersionReader, target: Target, say: Say
     ) -> None:
         self._log = log
         self._reader = reader
         self._target = target
-        self._rows = rows
         self._say = say
         self._fates = Fates(log)
         self._there = dict(target.exported)
@@ -159,7 +157,7 @@ class _Export:
         def counting() -> Iterator[pa.RecordBatch]:
             nonlocal counted
             trajectories = self._reader.trajectories(version)
-            for batch in batches(trajectories, self._log.admissions, self._fates, self._rows):
+            for batch in batches(trajectories, self._log.admissions, self._fates):
                 counted += batch.num_rows
                 self._say(f"version {version}: {counted:,} rows")
                 yield batch

@@ -87,23 +87,24 @@ def test_a_trajectory_without_a_generated_token_is_all_prompt() -> None:
     assert row["set_aside_reason"] == "failed"
 
 
-def test_a_batch_holds_no_more_rows_than_asked_for_and_few_long_ones(
+def test_a_batch_holds_only_so_many_rows_and_few_long_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log = Log(10)
     records = [trajectory(log.admissions[f"g{n}"]) for n in range(10)]
 
-    def sizes(rows: int) -> list[int]:
+    def sizes() -> list[int]:
         source = (placed(record, offset) for offset, record in enumerate(records))
-        made = list(batches(source, log.admissions, Fates(log), rows))  # type: ignore[arg-type]
+        made = list(batches(source, log.admissions, Fates(log)))  # type: ignore[arg-type]
         assert all(batch.schema.equals(SCHEMA) for batch in made)
         states = [row["state"] for batch in made for row in batch.to_pylist()]
         assert states == ["trained", "set-aside", *["outstanding"] * 8]
         return [batch.num_rows for batch in made]
 
-    assert sizes(4) == [4, 4, 2]
+    monkeypatch.setattr(export_rows, "BATCH_ROWS", 4)
+    assert sizes() == [4, 4, 2]
     monkeypatch.setattr(export_rows, "BATCH_BYTES", 120)  # each has 52
-    assert sizes(4) == [3, 3, 3, 1]
+    assert sizes() == [3, 3, 3, 1]
 
 
 def test_json_lines_give_every_number_back_exactly() -> None:

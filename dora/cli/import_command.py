@@ -9,7 +9,7 @@ import click
 
 from dora.cli.console import waiting
 from dora.cli.import_serving import serve_files
-from dora.cli.options import cluster_options, json_option, print_line, sets_option
+from dora.cli.options import cluster_options, json_option, print_line, sets_option, wait_option
 from dora.config import PolicySection
 from dora.config_file import KafkaOverrides
 from dora.consumers.import_files import find_files
@@ -47,14 +47,7 @@ from dora.whole_file import write_whole
     help="Feed the exported trajectories to the trainer of CONFIG's run.",
 )
 @sets_option("With --serve: override a key of CONFIG; may be repeated.")
-@click.option(
-    "--wait",
-    type=click.FloatRange(min=1),
-    default=600.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="With --serve: give up when no trainer is heard for so long.",
-)
+@wait_option
 @cluster_options
 @json_option
 def import_command(

@@ -183,6 +183,18 @@ def timeout_option(seconds: float) -> Callable[[Command], Command]:
     )
 
 
+def wait_option(command: Command) -> Command:
+    """`--wait` for commands that feed a trainer; the command gets `wait`, in seconds."""
+    return click.option(
+        "--wait",
+        type=click.FloatRange(min=1),
+        default=600.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="With --serve: give up when no trainer is heard for so long.",
+    )(command)
+
+
 def config_file_option(command: Command) -> Command:
     """`--config` for commands that take a run's name; the command gets `config_file`."""
     return click.option(

@@ -22,6 +22,7 @@ from dora.cli.options import (
     registry_arguments,
     sets_option,
     timeout_option,
+    wait_option,
 )
 from dora.cli.process_log import log_to_stderr
 from dora.config import KafkaSection
@@ -69,14 +70,7 @@ class Speed(click.ParamType):  # type: ignore[type-arg]
     metavar="recorded|full|X",
     help="With --serve: at the recorded speed, at once, or X times as fast.",
 )
-@click.option(
-    "--wait",
-    type=click.FloatRange(min=1),
-    default=600.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="With --serve: give up when no trainer is heard for so long.",
-)
+@wait_option
 @click.option(
     "--config-out",
     type=click.Path(path_type=Path, dir_okay=False),

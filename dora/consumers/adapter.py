@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dora.config import Config
-from dora.errors import PolicyError
+from dora.errors import PolicyError, first_line
 from dora.weights.adapters import DOWN, PREFIX, UP
 
 _ADAPTER = "default"
@@ -46,7 +46,7 @@ def add_adapter(model: nn.Module, config: Config) -> dict[str, Any]:
             peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
         except ValueError as error:
             raise PolicyError(
-                f"policy.lora.target_modules: {str(error).strip().splitlines()[0]}",
+                f"policy.lora.target_modules: {first_line(error)}",
                 hint=f"Linear layers of this model: {', '.join(_linear_layers(model))}.",
             ) from error
     odd = [n for n, p in model.named_parameters() if p.requires_grad and not _is_matrix(n)]

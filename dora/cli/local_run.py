@@ -307,6 +307,7 @@ class LocalRun:
         command = [sys.executable, "-m", "dora", "audit", self._config.run.name, "--json"]
         command += ["--bootstrap-server", kafka.bootstrap_servers or ""]
         command += registry_arguments(kafka)
+        hint = f"The run itself is complete. Start `dora audit {self._config.run.name}`."
         try:
             done = subprocess.run(
                 command,
@@ -319,13 +320,13 @@ class LocalRun:
             )
         except subprocess.TimeoutExpired:
             raise DeadlineError(
-                f"the audit of the run did not end in {_AUDIT_SECONDS:g} s",
-                hint=f"The run itself is complete. Start `dora audit {self._config.run.name}`.",
+                f"the audit of the run did not end in {_AUDIT_SECONDS:g} s", hint=hint
             ) from None
         try:
             report = json.loads(done.stdout)
         except json.JSONDecodeError:
-            raise DoraError(f"the audit failed: {done.stderr.strip() or done.stdout}") from None
+            said = done.stderr.strip() or done.stdout
+            raise DoraError(f"the audit failed: {said}", hint=hint) from None
         violations = {name: count for name, count in report["violations"].items() if count}
         started, trained = report["groups_started"], report["groups_trained"]
         facts = (

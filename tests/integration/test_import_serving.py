@@ -19,6 +19,7 @@ from dora.consumers.import_recording import FileRecording, trajectory_of
 from dora.consumers.run_log import RunLog
 from dora.consumers.trainer import Trainer
 from dora.errors import RunError, UsageError
+from tests.configurations import emulated
 from tests.exported_rows import group, rows_of
 from tests.small_run import dora, refused
 from tests.written_run import RunWriter, WrittenRun
@@ -33,21 +34,12 @@ def written(settings: ClusterSettings, run_name: str) -> WrittenRun:
 
 
 def config_of(directory: Path, name: str, address: str = "localhost:1", size: int = 2) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": name, "directory": str(directory)},
-            "policy": {"model": "emulated"},
-            "task": {"kind": "synthetic"},
-            "window": {"max_staleness": 1, "groups_per_step": 2, "group_size": size},
-            "rollout": {"engine": "emulated", "max_new_tokens": 16},
-            "trainer": {
-                "steps": 3,
-                "engine": "emulated",
-                "batch_timeout_seconds": SECONDS,
-                "emulated": {"step_seconds": 0.0},
-            },
-            "kafka": {"bootstrap_servers": address},
-        }
+    return emulated(
+        directory,
+        run=name,
+        window={"group_size": size},
+        trainer={"batch_timeout_seconds": SECONDS, "emulated": {"step_seconds": 0.0}},
+        kafka={"bootstrap_servers": address},
     )
 
 

@@ -7,21 +7,11 @@ from typing import Any
 import pytest
 
 from dora.cli.preflight import preflight
-from dora.config import Config
+from tests.configurations import emulated
 
 
 def problems(tmp: Path, **sections: Any) -> dict[str, str]:
-    config = Config.model_validate(
-        {
-            "run": {"name": "r", "directory": str(tmp)},
-            "policy": {"model": "emulated"},
-            "task": {"kind": "synthetic"},
-            "trainer": {"steps": 3, "engine": "emulated"},
-            "rollout": {"engine": "emulated"},
-            **sections,
-        }
-    )
-    found = preflight(config, tmp / "broker")
+    found = preflight(emulated(tmp, **sections), tmp / "broker")
     return {check.subject: check.detail for check in found if check.outcome == "problem"}
 
 

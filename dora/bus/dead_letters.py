@@ -3,11 +3,7 @@
 Invariant: a dead letter fits into a record of the topic, whatever the size of what it tells of.
 """
 
-import time
-
-from dora.bus.messages import Message, Unreadable
-from dora.bus.settings import ClusterSettings
-from dora.schemas.codec import encode
+from dora.bus.messages import Message
 from dora.schemas.records import DeadLetter
 
 _TEXT = 4_096
@@ -17,17 +13,22 @@ _FRAME_BYTES = 65_536
 
 
 def dead_letter(
-    message: Message, reason: str, *, run: str, process: str, settings: ClusterSettings
+    code: str,
+    reason: str,
+    *,
+    run: str,
+    process: str,
+    now_ms: int,
+    max_message_bytes: int,
+    message: Message | None = None,
+    trajectory_id: str = "",
+    payload: bytes = b"",
 ) -> DeadLetter:
-    """`message` cannot be read, or does not belong where it lies: `reason` says why.
+    """`message`, if it is about one, or `trajectory_id` could not be used: `reason` says why.
 
-    Of its bytes as many are kept as a record has room for.
+    Of `payload` as many bytes are kept as a record of `max_message_bytes` has room for.
     """
-    value = message.value
-    code, payload = (
-        (value.code, value.payload) if isinstance(value, Unreadable) else ("foreign", encode(value))
-    )
-    room = max(0, settings.max_message_bytes - _FRAME_BYTES)
+    room = max(0, max_message_bytes - _FRAME_BYTES)
     reason = reason[:_TEXT]
     if len(payload) > room:
         reason += f" (the first {room} of {len(payload)} bytes are kept)"
@@ -36,10 +37,10 @@ def dead_letter(
         code=code,
         reason=reason,
         process=process,
-        created_ms=time.time_ns() // 1_000_000,
-        topic=message.topic,
-        partition=message.partition,
-        offset=message.offset,
-        trajectory_id=(message.key or "")[:_TEXT],
+        created_ms=now_ms,
+        topic=message.topic if message else "",
+        partition=message.partition if message else -1,
+        offset=message.offset if message else -1,
+        trajectory_id=trajectory_id[:_TEXT],
         payload=payload[:room],
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from dora.cli.options import Command, config_file_option, sets_option
+from dora.cli.options import Command, config_file_option, key_values, sets_option
 from dora.config import KafkaSection
 from dora.consumers.export_preferences import PreferenceTarget, Texts
 from dora.consumers.export_targets import Say, Target
@@ -64,7 +64,7 @@ def target_options(command: Command) -> Command:
             "--property",
             "storage",
             multiple=True,
-            callback=_properties,
+            callback=key_values,
             metavar="KEY=VALUE",
             help="iceberg, delta: of the catalog or the storage; may be repeated.",
         ),
@@ -169,16 +169,3 @@ def _open_data_set(
         texts = RunTexts(config, load_tokenizer(config.policy))
     choice = Choice(kind, form, min_reward, min_margin)
     return PreferenceTarget(place, started, say, choice=choice, texts=texts)
-
-
-def _properties(
-    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
-) -> dict[str, str]:
-    properties = {}
-    for text in values:
-        key, separator, value = text.partition("=")
-        if not separator or not key.strip():
-            # the text may be a secret: it is not repeated
-            raise click.BadParameter("not of the form KEY=VALUE", context, parameter)
-        properties[key.strip()] = value
-    return properties

@@ -256,7 +256,7 @@ def _kafka_parameters(command: Command) -> Command:
             "properties",
             multiple=True,
             metavar="KEY=VALUE",
-            callback=_properties,
+            callback=key_values,
             help="Any librdkafka property (TLS, SASL, OAuth); may be repeated.",
         ),
         click.option(
@@ -290,9 +290,10 @@ def _kafka_parameters(command: Command) -> Command:
     return command
 
 
-def _properties(
+def key_values(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, str]:
+    """Callback of an option that is given as KEY=VALUE, and may be repeated."""
     properties = {}
     for text in values:
         key, separator, value = text.partition("=")

@@ -4,13 +4,15 @@ Invariant: each such record is a dead letter once, however often the log is read
 already is not written again.
 """
 
+import time
 from contextlib import ExitStack
 
 from dora.bus.dead_letters import dead_letter
-from dora.bus.reader import BEGINNING, LogReader, Message
+from dora.bus.reader import BEGINNING, LogReader, Message, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.bus.writer import LogWriter
+from dora.schemas.codec import encode
 from dora.schemas.records import DeadLetter
 
 PROCESS = "export"
@@ -51,8 +53,22 @@ class DeadLetters(ExitStack):
         self._seen.add(place)
         if not self._write or place in self._there():
             return
+        value = message.value
+        code, payload = (
+            (value.code, value.payload)
+            if isinstance(value, Unreadable)
+            else ("foreign", encode(value))
+        )
         letter = dead_letter(
-            message, what, run=self._topics.run, process=PROCESS, settings=self._settings
+            code,
+            what,
+            run=self._topics.run,
+            process=PROCESS,
+            now_ms=time.time_ns() // 1_000_000,
+            max_message_bytes=self._settings.max_message_bytes,
+            message=message,
+            trajectory_id=message.key or "",
+            payload=payload,
         )
         if self._writer is None:
             writer = LogWriter(self._settings, client_id=f"{self._topics.run}.{PROCESS}")

@@ -195,7 +195,8 @@ def trajectory_of(row: FileRow, run: str) -> Trajectory:
             ),
             finish_reason=cast(Literal["stop", "length", "error"], fields["finish_reason"]),
             reward=fields["reward"],
-            reward_parts=dict(fields["reward_parts"]),
+            # JSON lines have null for a part that is no number.
+            reward_parts={k: v for k, v in dict(fields["reward_parts"]).items() if v is not None},
             error=fields["error"],
             text=fields["text"],
             worker=fields["worker"],

@@ -9,17 +9,19 @@ import logging
 import time
 from collections.abc import Iterable
 
+from dora.bus.dead_letters import dead_letter
 from dora.bus.reader import Message, Unreadable
 from dora.bus.topics import RunTopics
 from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
 from dora.bus.writer import LogWriter
+from dora.config import Config
 from dora.consumers.heartbeat import PROCESS, Heartbeat
 from dora.consumers.ledger import LedgerWriter
 from dora.consumers.planner import Planner
 from dora.core.process_states import GONE
 from dora.core.state import RunState
 from dora.errors import RunError
-from dora.schemas.records import Admission, DeadLetter, Status, Step, Trajectory
+from dora.schemas.records import Admission, Status, Step, Trajectory
 from dora.telemetry.meter import meter
 
 log = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ class Intake:
 
     def __init__(
         self,
-        run: str,
+        config: Config,
         state: RunState,
         planner: Planner,
         ledger: LedgerWriter,
@@ -38,8 +40,8 @@ class Intake:
         writer: LogWriter,
         heartbeat: Heartbeat,
     ) -> None:
-        self._run = run
-        self._topics = RunTopics(run)
+        self._topics = RunTopics(config.run.name)
+        self._max_message_bytes = config.kafka.max_message_bytes
         self._state = state
         self._planner = planner
         self._ledger = ledger
@@ -113,15 +115,14 @@ class Intake:
             )
         log.warning("%s cannot be read (%s): %s", place, value.code, value.reason)
         meter().count("dora_process_dead_letters_total", value=value.code)
-        letter = DeadLetter(
-            run=self._run,
-            code=value.code,
-            reason=value.reason,
+        letter = dead_letter(
+            value.code,
+            value.reason,
+            run=self._topics.run,
             process=PROCESS,
-            created_ms=time.time_ns() // 1_000_000,
-            topic=message.topic,
-            partition=message.partition,
-            offset=message.offset,
+            now_ms=time.time_ns() // 1_000_000,
+            max_message_bytes=self._max_message_bytes,
+            message=message,
             trajectory_id=message.key or "",
             payload=value.payload,
         )

@@ -16,6 +16,7 @@ from dora.bus.offsets import Partition
 from dora.bus.reader import BEGINNING, LogReader, Message, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics, TopicAdmin
+from dora.core.groups import misfit
 from dora.core.ring import JOURNAL, parse_trajectory_id, partition, slot_partitions
 from dora.errors import RunError
 from dora.schemas.records import (
@@ -246,22 +247,17 @@ class RunLog:
         return difflib.get_close_matches(group, self.admissions, n=5, cutoff=0.0)
 
     def _counts(self, message: Message, trajectory: Trajectory) -> bool:
-        """Whether its group was started, and with a sample and a version like that."""
-        admission = self.admissions.get(trajectory.group_id)
-        if admission is None:
+        """Whether its group was started, and with such a sample there."""
+        group = self.admissions.get(trajectory.group_id)
+        if group is None:
             return False
-        fits = (
-            trajectory.policy_version == admission.policy_version
-            and 0 <= trajectory.sample < admission.group_size
-        )
-        if not fits:
-            self._note(
-                message,
-                f"holds {trajectory.trajectory_id} of version {trajectory.policy_version}, but "
-                f"that group was started with {admission.group_size} samples under version "
-                f"{admission.policy_version}",
-            )
-        return fits
+        version = group.policy_version
+        home = partition(version, group.group_id, self.started.ring, self.started.lanes)
+        place = message.partition
+        reason = misfit(trajectory, version, group.group_size, place=place, home=home)
+        if reason is not None:
+            self._note(message, reason)
+        return reason is None
 
     def _read_ledger(self) -> None:
         started: RunStarted | None = None

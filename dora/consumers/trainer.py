@@ -189,7 +189,7 @@ class Trainer:
             mixed=self._config.schedule.kind == "partial",
         )
         self._intake = Intake(
-            self._run,
+            self._config,
             self._state,
             self._planner,
             self._ledger,

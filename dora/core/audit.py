@@ -30,6 +30,7 @@ from dora.core.audit_facts import Fate, GroupFacts, LogFacts, Versioned
 from dora.core.audit_report import AuditReport, Findings, Place
 from dora.core.audit_traces import Traces
 from dora.core.audit_verdict import verdict
+from dora.core.groups import misfit
 from dora.schemas.records import (
     Admission,
     Chunk,
@@ -227,18 +228,15 @@ class Audit:
 
     def _valid(self, trajectory: Trajectory, group: GroupFacts, place: Place) -> bool:
         """Whether the record may count: right version, name and partition."""
-        sample, started = trajectory.sample, self._facts.started
-        size = group.size if group.size >= 0 else started.group_size if started else sample + 1
-        return (
-            trajectory.policy_version == group.version >= 0
-            and 0 <= sample < size
-            and trajectory.trajectory_id == ring.trajectory_id(trajectory.group_id, sample)
-            and (
-                started is None
-                or place.partition
-                == ring.partition(group.version, trajectory.group_id, started.ring, started.lanes)
-            )
-        )
+        version, started = group.version, self._facts.started
+        if version < 0:
+            return False
+        home = place.partition
+        size = group.size if group.size >= 0 else trajectory.sample + 1
+        if started is not None:
+            home = ring.partition(version, trajectory.group_id, started.ring, started.lanes)
+            size = group.size if group.size >= 0 else started.group_size
+        return misfit(trajectory, version, size, place=place.partition, home=home) is None
 
     def _trajectory(self, trajectory: Trajectory, place: Place) -> None:
         self._facts.trajectories += 1

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dora.core.groups import misfit
 from dora.core.ring import partition, slot_partitions, trajectory_id
 from dora.schemas.records import Admission, GroupRef, Policy, RunStarted, Step, Trajectory
 
@@ -130,20 +131,8 @@ class RunVersions:
                 return f"is of group {record.group_id}, which never started"
             return None
         version, ring, lanes = group.policy_version, self._started.ring, self._started.lanes
-        if record.policy_version != version or not 0 <= record.sample < group.group_size:
-            return (
-                f"is {record.trajectory_id} of version {record.policy_version}, but that group "
-                f"started with {group.group_size} samples under version {version}"
-            )
-        if record.trajectory_id != trajectory_id(record.group_id, record.sample):
-            return (
-                f"is called {record.trajectory_id}, but is sample {record.sample} of group "
-                f"{record.group_id}"
-            )
         home = partition(version, record.group_id, ring, lanes)
-        if place != home:
-            return f"is {record.trajectory_id}, whose partition is {home}"
-        return None
+        return misfit(record, version, group.group_size, place=place, home=home)
 
     def lost(self, version: int, found: Collection[str]) -> str | None:
         """Which samples of `version` the ledger names that are not among the trajectories `found`;

@@ -6,6 +6,7 @@ Invariant: a group holds at most one finished record per sample index, the one t
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dora.core.ring import trajectory_id
 from dora.core.window import Candidate
 from dora.schemas.records import Purpose, Trajectory
 
@@ -27,6 +28,34 @@ class Finished:
     worker: str
     partition: int
     offset: int
+
+
+def misfit(
+    record: Finished | Trajectory,
+    version: int,
+    size: int,
+    *,
+    place: int | None = None,
+    home: int | None = None,
+) -> str | None:
+    """Why `record` is no trajectory of the group that it names; None if it is one.
+
+    That group was started under `version` with `size` samples. Where it is known, `place` is the
+    partition in which the record lies and `home` the group's.
+    """
+    if record.policy_version != version or not 0 <= record.sample < size:
+        return (
+            f"is {record.trajectory_id} of version {record.policy_version}, but that group "
+            f"started with {size} samples under version {version}"
+        )
+    if record.trajectory_id != trajectory_id(record.group_id, record.sample):
+        return (
+            f"is called {record.trajectory_id}, but is sample {record.sample} of group "
+            f"{record.group_id}"
+        )
+    if place != home:
+        return f"is {record.trajectory_id}, whose partition is {home}"
+    return None
 
 
 def finished_facts(trajectory: Trajectory, partition: int, offset: int) -> Finished:

@@ -23,6 +23,7 @@ from dora.core.groups import (
     Group,
     TokenSums,
     finished_facts,
+    misfit,
 )
 from dora.core.window import Window
 from dora.schemas.records import Admission, GroupRef, Step
@@ -190,14 +191,14 @@ class RunState:
         """A finished trajectory was seen; each partition must be fed in its order.
 
         `counted`: it is the one that counts. `duplicate`: its group holds this sample already.
-        `late`: its group is committed or, for evaluation, complete. `foreign`: its version is not
-        the group's, or the group has no such sample. `unknown`: its group is not admitted as far as
-        seen; it is kept and counted when the admission comes.
+        `late`: its group is committed or, for evaluation, complete. `foreign`: it is none of the
+        group's (`misfit`). `unknown`: its group is not admitted as far as seen; it is kept and
+        counted when the admission comes.
         """
         group = self._groups.get(finished.group_id)
         if group is None:
             return self._finish_untracked(finished)
-        if finished.policy_version != group.version or not 0 <= finished.sample < group.size:
+        if misfit(finished, group.version, group.size) is not None:
             self.counters.foreign += 1
             return "foreign"
         counted = group.samples.get(finished.sample)

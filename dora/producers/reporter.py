@@ -10,11 +10,12 @@ import socket
 import uuid
 from collections.abc import Callable, Iterable
 
+from dora.bus.dead_letters import dead_letter
 from dora.bus.reader import Message
 from dora.bus.topics import RunTopics
 from dora.bus.writer import LogWriter
 from dora.config import Config
-from dora.schemas.records import DeadLetter, ProcessState, Status
+from dora.schemas.records import ProcessState, Status
 from dora.telemetry.meter import meter
 
 log = logging.getLogger(__name__)
@@ -112,15 +113,14 @@ class Reporter:
         meter().count("dora_process_dead_letters_total", value=code)
         self._writer.send(
             self._topics.dead_letters,
-            DeadLetter(
+            dead_letter(
+                code,
+                reason,
                 run=self._config.run.name,
-                code=code,
-                reason=reason,
                 process=self._name,
-                created_ms=self._now_ms(),
-                topic=message.topic if message else "",
-                partition=message.partition if message else -1,
-                offset=message.offset if message else -1,
+                now_ms=self._now_ms(),
+                max_message_bytes=self._config.kafka.max_message_bytes,
+                message=message,
                 trajectory_id=trajectory_id,
                 payload=payload,
             ),

@@ -148,6 +148,13 @@ def _check_int(bad: Any, names: tuple[str, ...]) -> None:
             raise InvalidRecord(f"{name} is {bad[name]}, which does not fit into 32 bits")
 
 
+def _check_ints(bad: Any, names: list[str]) -> None:
+    for name in names:
+        for item in bad[name]:
+            if not -(2**31) <= item < 2**31:
+                raise InvalidRecord(f"{name} holds {item}, which does not fit into 32 bits")
+
+
 class _Plan:
     """How one dataclass is converted: worked out once, so that records convert in microseconds."""
 
@@ -171,6 +178,7 @@ class _Plan:
         self.records: list[tuple[str, _Plan]] = []
         self.record_arrays: list[tuple[str, _Plan]] = []
         self.arrays: list[str] = []
+        self.int_arrays: list[str] = []
         for name in names:
             self._nest(name, hints[name], in_schema[name])
 
@@ -181,6 +189,8 @@ class _Plan:
                 self.record_arrays.append((name, _plan_of(item, avro_type["items"])))
             else:
                 self.arrays.append(name)
+                if avro_type["items"] == "int":
+                    self.int_arrays.append(name)
         elif isinstance(hint, type) and hasattr(hint, "__dataclass_fields__"):
             self.records.append((name, _plan_of(hint, avro_type)))
         elif isinstance(hint, types.UnionType) and not {type(None), str, int, float} >= set(
@@ -192,6 +202,8 @@ class _Plan:
         datum = dict(zip(self.names, self.get(record), strict=True))
         if self.ints:
             _check_int(datum, self.ints)
+        if self.int_arrays:
+            _check_ints(datum, self.int_arrays)
         for name, plan in self.records:
             datum[name] = plan.to_avro(datum[name])
         for name, plan in self.record_arrays:
@@ -201,6 +213,8 @@ class _Plan:
     def from_avro(self, datum: dict[str, Any]) -> Any:
         if self.ints:
             _check_int(datum, self.ints)
+        if self.int_arrays:
+            _check_ints(datum, self.int_arrays)
         for name, choices in self.choices:
             if datum[name] not in choices:
                 raise InvalidRecord(

@@ -164,4 +164,6 @@ def test_what_is_no_export_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=f"row 1: no trajectory: {message}"):
             trajectory_of(FileRow("file, row 1", row | change), "new")
+    parts = row | {"reward_parts": {"a": 0.5, "b": None}}  # as JSON lines say that b was NaN
+    assert trajectory_of(FileRow("file, row 1", parts), "new").reward_parts == {"a": 0.5}
     refused(dora("import", str(file), "--serve", str(tmp_path / "none.toml")), 2, "none.toml")

@@ -87,7 +87,7 @@ def test_only_trajectories_that_count_are_read_and_foreign_records_are_counted(
     assert found.keys() == wanted
     assert found["g0/0"].reward == 0.0, "the first finished record counts"
     assert len(log.unreadable) == 3, log.unreadable
-    assert "offset 8 holds g0/7 of version 0" in log.unreadable[0]
+    assert "offset 8 is g0/7 of version 0" in log.unreadable[0]
     assert "offset 9 holds a DeadLetter, which does not belong there" in log.unreadable[1]
     assert "offset 10 cannot be read" in log.unreadable[2]
     again = list(log.trajectories())

@@ -4,7 +4,7 @@ import json
 import math
 import struct
 import typing
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from io import BytesIO
 from types import UnionType
 from typing import Any, Literal
@@ -229,6 +229,8 @@ def test_numpy_numbers_are_written_like_their_python_values() -> None:
 def test_a_number_beyond_32_bits_is_refused_in_a_field_of_32_bits() -> None:
     with pytest.raises(InvalidRecord, match="sample is 2147483648"):
         encode(replace(TRAJECTORY, sample=2**31))
+    with pytest.raises(InvalidRecord, match="stop_token_ids holds 2147483648"):
+        encode(replace(TRAJECTORY, sampling=replace(TRAJECTORY.sampling, stop_token_ids=(2**31,))))
 
 
 def test_a_value_of_the_wrong_type_is_refused_with_the_records_name() -> None:
@@ -284,6 +286,10 @@ def test_bytes_left_over_are_counted() -> None:
         ({"reward": None}, "neither reward nor error"),
         ({"purpose": "fun"}, "purpose is 'fun', not one of eval, train"),
         ({"sample": 2**40}, "sample is 1099511627776"),
+        (
+            {"sampling": {**asdict(TRAJECTORY.sampling), "stop_token_ids": [2, 2**40]}},
+            "stop_token_ids holds 1099511627776",
+        ),
     ],
 )
 def test_a_record_that_contradicts_itself_is_invalid(change: dict[str, Any], reason: str) -> None:

@@ -135,11 +135,12 @@ def test_records_of_committed_groups_are_late(state: RunState) -> None:
     assert state.groups == {}
 
 
-def test_records_of_another_version_or_sample_are_foreign(state: RunState) -> None:
+def test_records_of_another_version_sample_or_name_are_foreign(state: RunState) -> None:
     state.admit(admission(0))
     assert state.finish(finished("g0", 0, version=1)) == "foreign"
     assert state.finish(finished("g0", SIZE)) == "foreign"
-    assert state.counters.foreign == 2
+    assert state.finish(replace(finished("g0", 0), trajectory_id="g0/1")) == "foreign"
+    assert state.counters.foreign == 3
     assert not state.groups["g0"].samples
 
 

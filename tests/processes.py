@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from dora.bus import BEGINNING, ClusterSettings, LogReader
 from dora.schemas.records import Status
+from tests import waiting
 from tests.small_run import SmallRun
 
 DEADLINE = 60.0
@@ -77,12 +77,12 @@ def process(
 
 
 def until(condition: Callable[[], object], what: str, *children: Process) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        if time.monotonic() >= deadline:
-            told = "\n".join(f"== {child.log.name}\n{child.said}" for child in children)
-            raise AssertionError(f"waited {DEADLINE:g} s for {what}\n{told}")
-        time.sleep(0.05)
+    """Wait for it; should it not come, what the children said is told."""
+
+    def story() -> str:
+        return "\n".join([what, *(f"== {child.log.name}\n{child.said}" for child in children)])
+
+    waiting.until(condition, story, DEADLINE)
 
 
 def statuses(settings: ClusterSettings, topic: str) -> list[Status]:

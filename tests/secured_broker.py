@@ -14,7 +14,7 @@ decision to `authorizer.log`.
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -265,14 +265,6 @@ def settings_of(
         }
     )
     return cluster_settings(section)
-
-
-def until(condition: Callable[[], object], what: str, seconds: float = DEADLINE) -> None:
-    """Wait for it."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="session")

@@ -19,9 +19,10 @@ from dora.core.ring import worker_partition
 from dora.errors import AccessError
 from dora.schemas.records import Command, DeadLetter, Status, Trajectory
 from tests.processes import Process
-from tests.secured_broker import Decision, SecuredBroker, settings_of, until
+from tests.secured_broker import DEADLINE, Decision, SecuredBroker, settings_of
 from tests.small_run import dora
 from tests.span_receiver import Receiver, span_receiver
+from tests.waiting import until
 
 RUN = "secured"
 CANARY = "canary-31415926"
@@ -168,7 +169,7 @@ def _made(secured: SecuredBroker, directory: Path, receiver: Receiver) -> Iterat
     granted = dora("topics", "acls", RUN, *roles, "--apply", "-b", secured.open)
     assert granted.exit_code == 0, granted.output
     with AclAdmin(made.settings("creator")) as admin:
-        until(lambda: not admin.lacking(ROLES["creator"].rights(RUN)), "rights to arrive")
+        until(lambda: not admin.lacking(ROLES["creator"].rights(RUN)), "rights to arrive", DEADLINE)
     secured.decisions()  # the waiting is not the run's
 
     config = str(directory / "run.toml")
@@ -255,11 +256,10 @@ class Watched:
                         self.given_up = True
             return bool(condition())
 
-        try:
-            until(met, what, RUN_SECONDS)
-        except AssertionError as error:
-            told = "\n".join(f"== {part.log.name}\n{part.said}" for part in parts)
-            raise AssertionError(f"{error}\n{told}") from None
+        def story() -> str:
+            return "\n".join([what, *(f"== {part.log.name}\n{part.said}" for part in parts)])
+
+        until(met, story, RUN_SECONDS)
 
 
 def export_command(directory: Path) -> tuple[str, ...]:
@@ -294,9 +294,9 @@ def without(run: Secured, role: str, right: Right) -> Iterator[None]:
 
     run.broker.revoke(grant)
     try:
-        until(lambda: not allowed(), f"{right} to be gone")
+        until(lambda: not allowed(), f"{right} to be gone", DEADLINE)
         yield
     finally:
         with run.broker.admin() as admin:
             admin.grant([grant])
-        until(allowed, f"{right} to be back")
+        until(allowed, f"{right} to be back", DEADLINE)

@@ -4,7 +4,6 @@ and records that are not trajectories."""
 import re
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,7 +153,7 @@ def sunk(kafka: Cluster, registry: Registry, tmp_path_factory: pytest.TempPathFa
                 and consumed(address, f"connect-{name}-trajectories", writer.written)
             )
 
-        wait_for(complete, worker)
+        until(complete, worker.telling, DEADLINE)
         letters = list(raw_messages(address, f"{name}-letters"))
     finally:
         worker.kill()
@@ -194,14 +193,6 @@ def consumed(address: str, group: str, written: dict[Place, Trajectory]) -> bool
     committed = {p.partition: p.offset for p in asked[group].result(30).topic_partitions}
     ends = {p: max(o for q, o in written if q == p) + 1 for p in range(PARTITIONS)}
     return all(committed.get(partition, -1) >= end for partition, end in ends.items())
-
-
-def wait_for(condition: Callable[[], bool], worker: ConnectWorker) -> None:
-    """Until it holds."""
-    until = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < until, worker.telling()
-        time.sleep(0.2)
 
 
 def test_a_worker_that_is_killed_while_it_sinks_loses_and_repeats_nothing(sunk: Sunk) -> None:

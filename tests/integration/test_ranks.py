@@ -20,7 +20,8 @@ from dora.schemas.records import Policy
 from dora.weights.store import WeightStore
 from dora.weights.tensors import read_tensors
 from tests.small_run import SmallRun, small, small_model
-from tests.training_world import World, fed, model, wait_for, world
+from tests.training_world import World, fed, model, world
+from tests.waiting import until
 
 __all__ = ["model", "small", "small_model", "world"]
 
@@ -76,7 +77,7 @@ def test_two_ranks_train_what_one_trains_and_end_when_asked_to(world: World) -> 
     plain = another(world, "plain")
     with fed(plain, most=4):
         process = plain.start(plain.config(steps=4, ranks=2, **options), "--fail-incomplete")
-        wait_for(lambda: len(plain.steps()) == 2, SECONDS)
+        until(lambda: len(plain.steps()) == 2, "step 2", SECONDS)
         process.send_signal(signal.SIGTERM)
         finish(plain, process, INCOMPLETE)
     assert "stopped between two steps: version 2" in plain.log.read_text()
@@ -93,7 +94,7 @@ def test_a_killed_rank_ends_all_and_the_redo_is_bit_identical(world: World) -> N
     config = killed.config(steps=4, ranks=2, deepspeed=ZERO, **options)
     with fed(killed, most=6):
         process = killed.start(config)
-        wait_for(lambda: len(killed.steps()) == 3, SECONDS)
+        until(lambda: len(killed.steps()) == 3, "step 3", SECONDS)
         psutil.Process(pids_in(killed.log)[1]).kill()
         finish(killed, process, 1)
     assert re.search(r"rank 1 of 2 \(pid \d+ on .*\) ended without a word", killed.log.read_text())
@@ -109,11 +110,15 @@ def test_a_launcher_that_notices_first_does_not_hide_which_rank_was_lost(world: 
     """It asks the others to stop, as for an end in order."""
     with fed(world, most=4):
         process = world.start(world.config(steps=4, ranks=2))
-        wait_for(lambda: len(world.steps()) == 2, SECONDS)
+        until(lambda: len(world.steps()) == 2, "step 2", SECONDS)
         first, second = (psutil.Process(pids_in(world.log)[rank]) for rank in (0, 1))
         first.suspend()
         second.kill()
-        wait_for(lambda: not psutil.pid_exists(second.pid) or second.status() == "zombie", SECONDS)
+        until(
+            lambda: not psutil.pid_exists(second.pid) or second.status() == "zombie",
+            "the end of the second rank",
+            SECONDS,
+        )
         first.terminate()
         first.resume()
         finish(world, process, 1)
@@ -140,7 +145,7 @@ def test_a_run_with_two_ranks_survives_the_death_of_one(
         text=True,
     )
     try:
-        wait_for(lambda: log.exists() and "version 2:" in log.read_text(), SECONDS)
+        until(lambda: log.exists() and "version 2:" in log.read_text(), "version 2", SECONDS)
         psutil.Process(pids_in(log)[1]).kill()
         output, _ = process.communicate(timeout=SECONDS)
     finally:

@@ -4,8 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from dora.config import TaskSection
 from dora.errors import TaskError
 from dora.producers.scoring import Scored, Scorer
+from tests.waiting import until
 
 DEADLINE = 90.0
 
@@ -83,16 +83,9 @@ def collect(scorer: Scorer, count: int) -> list[Scored]:
         scored.extend(scorer.poll())
         return len(scored) >= count
 
-    wait_for(complete, f"{count} scores")
+    until(complete, f"{count} scores", DEADLINE)
     assert len(scored) == count
     return scored
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come within {DEADLINE} s"
-        time.sleep(0.01)
 
 
 def submit(scorer: Scorer, *responses: str) -> None:
@@ -146,7 +139,7 @@ def test_an_idle_process_that_is_killed_is_replaced(scorer: Scorer) -> None:
     submit(scorer, "pid")
     pid = int(collect(scorer, 1)[0].reward or 0)
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not psutil.pid_exists(pid), "the end of the process")
+    until(lambda: not psutil.pid_exists(pid), "the end of the process", DEADLINE)
     submit(scorer, "right", "pid")
     rewards = {scored.key: scored.reward for scored in collect(scorer, 2)}
     assert rewards["0 right"] == 1.0
@@ -226,7 +219,7 @@ def test_verifier_processes_end_when_their_parent_is_killed(home: Path) -> None:
         assert children
         parent.kill()
         parent.wait(DEADLINE)
-        wait_for(lambda: not any(map(alive, children)), "the end of the verifier processes")
+        until(lambda: not any(map(alive, children)), "the end of the verifier processes", DEADLINE)
     finally:
         parent.kill()
 

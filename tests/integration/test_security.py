@@ -24,8 +24,9 @@ from dora.bus.topics import TopicSpec
 from dora.config import KafkaSection
 from dora.errors import AccessError, BusError
 from dora.schemas.records import DeadLetter
-from tests.secured_broker import SecuredBroker, settings_of, until
+from tests.secured_broker import DEADLINE, SecuredBroker, settings_of
 from tests.small_run import dora, refused
+from tests.waiting import until
 
 PASSWORD = "canary-correct-271828"
 WRONG = "canary-wrong-161803"
@@ -219,7 +220,7 @@ class Asked:
             admin.grant([Grant("test", f"User:{self.user}", right)])
         if right.resource != "TransactionalId":
             with AclAdmin(self.settings) as mine:
-                until(lambda: not mine.lacking([right]), f"{right} to count")
+                until(lambda: not mine.lacking([right]), f"{right} to count", DEADLINE)
 
     def read(self, topic: str) -> None:
         with LogReader(self.settings, client_id="test") as reader:
@@ -291,7 +292,7 @@ def test_a_transaction_without_the_rights_names_what_is_lacking_and_is_not_repea
             asked.commit(workers)
         return "TransactionalId" not in caught.value.message
 
-    until(known, "the transactional id to be granted")
+    until(known, "the transactional id to be granted", DEADLINE)
     asked.lacks(lambda: asked.commit(workers), f"Write on Topic {workers}")
     asked.may("Write", workers)
     asked.commit(workers)

@@ -8,7 +8,7 @@ from confluent_kafka import Consumer, TopicPartition
 
 from dora.bus.access import ROLES, ROLES_OF_A_RUN, Right, default_principal, grants
 from dora.bus.acls import AclAdmin
-from tests.secured_broker import names, until
+from tests.secured_broker import DEADLINE, names
 from tests.secured_run import (
     CANARY,
     PARTITIONS,
@@ -22,6 +22,7 @@ from tests.secured_run import (
     without,
 )
 from tests.small_run import refused
+from tests.waiting import until
 
 __all__ = ["secured_run"]
 
@@ -98,7 +99,7 @@ def test_no_secret_is_in_the_log(secured_run: Secured) -> None:
         )
         return not waiting
 
-    until(read, "the whole log to be read")
+    until(read, "the whole log to be read", DEADLINE)
     consumer.close()
     assert records > 20
 
@@ -141,7 +142,9 @@ def test_topics_are_deleted_with_the_rights_of_a_deleter(secured_run: Secured) -
     given = grants(name, users)
     with secured_run.broker.admin() as admin, AclAdmin(secured_run.settings("creator")) as creator:
         admin.grant(given)
-        until(lambda: not creator.lacking(ROLES["creator"].rights(name)), "rights to arrive")
+        until(
+            lambda: not creator.lacking(ROLES["creator"].rights(name)), "rights to arrive", DEADLINE
+        )
     made = secured_run.dora("creator", "topics", "create", config, "--set", f"run.name={name}")
     assert made.exit_code == 0, made.output
     refused(
@@ -161,7 +164,7 @@ def test_topics_are_not_created_without_a_right(secured_run: Secured, operation)
     with secured_run.broker.admin() as admin, AclAdmin(secured_run.settings("creator")) as creator:
         admin.grant(grant for grant in given if grant.right != right)
         others = [g.right for g in given if g.right.operation == "Describe" and g.right != right]
-        until(lambda: not creator.lacking(others), "rights to arrive")
+        until(lambda: not creator.lacking(others), "rights to arrive", DEADLINE)
     config = str(secured_run.directory / "run.toml")
     ended = secured_run.dora("creator", "topics", "create", config, "--set", f"run.name={name}")
     refused(ended, 1, f"User:dora-creator lacks {right}")

@@ -5,7 +5,8 @@ import threading
 
 from dora.consumers.trainer import Trainer
 from dora.schemas.records import Status
-from tests.training_world import K, World, fed, model, wait_for, world
+from tests.training_world import K, World, fed, model, world
+from tests.waiting import until
 
 __all__ = ["model", "world"]
 
@@ -52,7 +53,7 @@ def test_a_streamed_step_that_is_stopped_half_way_changes_nothing(world: World) 
             statuses = [s for s in world.read(world.topics.workers) if isinstance(s, Status)]
             return any("1 of 2 groups finished" in s.message for s in statuses)
 
-        wait_for(taken)
+        until(taken, "what was taken", 60)
         stop.set()
         thread.join(60.0)
     assert not thread.is_alive()

@@ -11,7 +11,8 @@ from dora.errors import DeadlineError, FencedError, RunError
 from dora.schemas.records import DeadLetter, Policy, RunStarted
 from dora.weights.store import WeightStore
 from dora.weights.tensors import read_tensors, weights_checksum
-from tests.training_world import B, K, World, fed, model, wait_for, world
+from tests.training_world import B, K, World, fed, model, world
+from tests.waiting import until
 
 __all__ = ["model", "world"]
 
@@ -89,7 +90,7 @@ def test_a_second_trainer_fences_the_first_which_commits_nothing_more(world: Wor
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        wait_for(lambda: bool(world.read(world.topics.policies)))
+        until(lambda: bool(world.read(world.topics.policies)), "a version", 60)
         Trainer(world.config(), world.settings)
         with fed(world, most=B):
             thread.join(60.0)
@@ -123,7 +124,7 @@ def test_an_unreadable_trajectory_becomes_a_dead_letter_and_training_goes_on(wor
         stop = threading.Event()
         thread = threading.Thread(target=trainer.run, args=(stop,), daemon=True)
         thread.start()
-        wait_for(lambda: bool(world.read(world.topics.policies)))
+        until(lambda: bool(world.read(world.topics.policies)), "a version", 60)
         producer.produce(world.topics.trajectories, b"rubbish", partition=0)
         producer.flush(10.0)
         with fed(world):

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,15 +15,9 @@ import pytest
 
 from dora.cli.patience import telling
 from dora.cli.supervisor import ChildSpec, SupervisionError, Supervisor
+from tests.waiting import until
 
 DEADLINE = 30.0
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, f"waited {DEADLINE:.0f} s for {what}"
-        time.sleep(0.02)
 
 
 def alive(pid: int) -> bool:
@@ -72,7 +65,7 @@ def poll_until(supervisor: Supervisor, condition: Callable[[], bool]) -> None:
         supervisor.poll()
         return condition()
 
-    wait_for(step, "the supervisor")
+    until(step, "the supervisor", DEADLINE)
 
 
 def failure(supervisor: Supervisor) -> str:
@@ -165,7 +158,7 @@ def test_a_frozen_child_is_killed_and_started_again(case: Case) -> None:
     (view,) = supervisor.views()
     assert view.pid is not None
     frozen = psutil.Process(view.pid)
-    wait_for(lambda: frozen.status() == psutil.STATUS_STOPPED, "the child to freeze")
+    until(lambda: frozen.status() == psutil.STATUS_STOPPED, "the child to freeze", DEADLINE)
     supervisor.poll()
     assert supervisor.views()[0].state == "running", "a stopped process has not ended"
     supervisor.end_hung("p0", "it has been silent for 9 s")
@@ -195,7 +188,7 @@ def test_stop_ends_willing_children_and_kills_stubborn_ones(case: Case) -> None:
         program.format(handler="signal.SIG_IGN", path=str(ready[1])),
     )
     pids = [view.pid for view in supervisor.views()]
-    wait_for(lambda: all(path.exists() for path in ready), "the children")
+    until(lambda: all(path.exists() for path in ready), "the children", DEADLINE)
     supervisor.stop(grace=0.5)
     assert not any(pid is not None and alive(pid) for pid in pids)
     assert [view.state for view in supervisor.views()] == ["done", "stopped"]
@@ -214,7 +207,7 @@ def test_what_a_crashed_child_had_started_is_cleaned_up(case: Case) -> None:
         max_restarts=0,
     )
     failure(supervisor)
-    wait_for(lambda: not alive(int(note.read_text())), "the grandchild to end")
+    until(lambda: not alive(int(note.read_text())), "the grandchild to end", DEADLINE)
 
 
 def test_children_end_with_a_killed_supervisor(tmp_path: Path) -> None:
@@ -240,11 +233,11 @@ def test_children_end_with_a_killed_supervisor(tmp_path: Path) -> None:
         """
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
     try:
-        wait_for(lambda: note.exists() and bool(note.read_text()), "the child to start")
+        until(lambda: note.exists() and bool(note.read_text()), "the child to start", DEADLINE)
         pid = int(note.read_text())
         assert alive(pid)
         os.kill(parent.pid, signal.SIGKILL)
-        wait_for(lambda: not alive(pid), "the child to end")
+        until(lambda: not alive(pid), "the child to end", DEADLINE)
     finally:
         parent.kill()
         parent.wait()
@@ -253,5 +246,5 @@ def test_children_end_with_a_killed_supervisor(tmp_path: Path) -> None:
 def test_a_wait_for_somebody_elses_code_is_told_of_now_and_then() -> None:
     said: list[str] = []
     with telling(said.append, "policy.prepare", every=0.05):
-        wait_for(lambda: len(said) >= 2, "two lines")
+        until(lambda: len(said) >= 2, "two lines", DEADLINE)
     assert re.fullmatch(r"waiting for policy.prepare for \d+ s; Ctrl-C ends it", said[0])

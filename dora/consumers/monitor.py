@@ -47,15 +47,7 @@ class RunMonitor:
         history: int | None = None,
         explain_after: float = 3.0,
     ) -> None:
-        self.view = RunView(
-            run,
-            steps_target=steps_target,
-            heartbeat_timeout=heartbeat_timeout,
-            load_timeout=load_timeout,
-            launched_ms=launched_ms,
-        )
         self._topics = RunTopics(run)
-        self._history = history
         self._attached = False
         self._explain_after = explain_after
         self._signs = ChunkSigns(settings, f"{run}.monitor-chunks")
@@ -68,10 +60,21 @@ class RunMonitor:
             self._topics.dead_letters,
         )
         admin = TopicAdmin(settings)
+        partitions = admin.partitions_of(run)
         needed = {*control, self._topics.dispatch, self._topics.trajectories}
-        if not needed <= set(admin.existing(run)):
+        if not needed <= partitions.keys():
             raise admin.unknown_run(run)
+        topic = self._topics.trajectories
         self._reader = LogReader(settings, client_id=f"{run}.monitor")
+        self._trajectories = [(topic, number) for number in range(partitions[topic])]
+        self.view = RunView(
+            run,
+            steps_target=steps_target,
+            heartbeat_timeout=heartbeat_timeout,
+            load_timeout=load_timeout,
+            launched_ms=launched_ms,
+            whole_history=history is None or self._records() <= history,
+        )
         self._reader.assign({(topic, 0): BEGINNING for topic in control})
 
     def poll(self, timeout: float = 0.0) -> int:
@@ -154,17 +157,15 @@ class RunMonitor:
 
     def _trajectory_positions(self) -> dict[Partition, int]:
         """All trajectories, or those of the window where the history is too long."""
-        started = self.view.started
-        assert started is not None
-        topic, partitions = self._topics.trajectories, range(started.ring * started.lanes)
-        positions: dict[Partition, int] = {(topic, each): BEGINNING for each in partitions}
-        if self._history is not None:
-            starts = self._reader.start_offsets(list(positions))
-            ends = self._reader.end_offsets(list(positions))
-            if sum(ends[key] - starts[key] for key in positions) > self._history:
-                positions = self._window_positions(ends)
-                self.view.whole_history = False
-        return positions
+        if self.view.whole_history:
+            return dict.fromkeys(self._trajectories, BEGINNING)
+        return self._window_positions(self._reader.end_offsets(self._trajectories))
+
+    def _records(self) -> int:
+        """How many trajectories the log holds, about."""
+        starts = self._reader.start_offsets(self._trajectories)
+        ends = self._reader.end_offsets(self._trajectories)
+        return sum(ends[each] - starts[each] for each in self._trajectories)
 
     def _dispatch_positions(self) -> dict[Partition, int]:
         """The journal from its start, and commands from where the live versions begin: whatever

@@ -43,12 +43,14 @@ class RunView:
         heartbeat_timeout: float = 30.0,
         load_timeout: float = 900.0,
         launched_ms: int | None = None,
+        whole_history: bool = True,
     ) -> None:
         self.run = run
         self.started: RunStarted | None = None
         self.state: RunState | None = None
         self.policies: dict[int, Policy] = {}
-        self.whole_history = True
+        self.whole_history = whole_history
+        """Whether every trajectory of the run is taken, or only those of the window."""
         self._steps_target = steps_target
         self._heartbeat_timeout = heartbeat_timeout
         self._load_timeout = load_timeout
@@ -218,6 +220,7 @@ class RunView:
             ),
             record.group_size,
             success_threshold(record.identity),
+            lasting=self.whole_history,
         )
         self.state.start()
         self._seen(record.created_ms)

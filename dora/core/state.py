@@ -45,15 +45,24 @@ class RunState:
     """Everything the parts of a run must know to decide, folded from the log.
 
     Feed RunStarted to `start`, Steps to `commit`, the journal to `admit`, trajectories to `finish`.
-    A ValueError means that the log contradicts itself and names the record.
+    A ValueError means that the log contradicts itself and names the record. With `lasting` records
+    that the ledger names are waited for however old they are: the whole ledger may be fed first.
     """
 
-    def __init__(self, window: Window, group_size: int, success_threshold: float = 1.0) -> None:
+    def __init__(
+        self,
+        window: Window,
+        group_size: int,
+        success_threshold: float = 1.0,
+        *,
+        lasting: bool = False,
+    ) -> None:
         if group_size < 1:
             raise ValueError(f"group_size is {group_size}, must be 1 or more")
         self.window = window
         self.group_size = group_size
         self.success_threshold = success_threshold
+        self._lasting = lasting
         self.newest = -1
         self.last_step: Step | None = None
         self.next_ordinal = 0
@@ -224,22 +233,18 @@ class RunState:
         return "counted"
 
     def _finish_untracked(self, finished: Finished) -> Outcome:
-        version = self._closed.get(finished.group_id)
-        if version is not None:
-            if finished.policy_version != version:
-                self.counters.foreign += 1
-                return "foreign"
-            awaited = self._awaited.get(finished.group_id)
-            place = (finished.partition, finished.offset)
-            if awaited is not None and awaited.get(finished.sample) == place:
-                del awaited[finished.sample]
-                if not awaited:
-                    del self._awaited[finished.group_id]
-                self._count(finished)
-            else:
-                self.counters.late += 1
+        version = self._closed.get(finished.group_id, finished.policy_version)
+        if finished.policy_version != version:
+            self.counters.foreign += 1
+            return "foreign"
+        awaited = self._awaited.get(finished.group_id)
+        if awaited and awaited.get(finished.sample) == (finished.partition, finished.offset):
+            del awaited[finished.sample]
+            if not awaited:
+                del self._awaited[finished.group_id]
+            self._count(finished)
             return "late"
-        if finished.policy_version < self._horizon:
+        if finished.group_id in self._closed or finished.policy_version < self._horizon:
             self.counters.late += 1
             return "late"
         self._pending.setdefault(finished.group_id, []).append(finished)
@@ -355,16 +360,13 @@ class RunState:
         for version in [known for known in self._closed_by_version if known < horizon]:
             for group_id in self._closed_by_version.pop(version):
                 del self._closed[group_id]
-                self._awaited.pop(group_id, None)
+                if not self._lasting:
+                    self._awaited.pop(group_id, None)
         for version in [known for known in self._evaluated if known < horizon]:
             del self._evaluated[version]
-        stale = [
-            group_id
-            for group_id, waiting in self._pending.items()
-            if all(finished.policy_version < horizon for finished in waiting)
-        ]
-        for group_id in stale:
-            self.counters.late += len(self._pending.pop(group_id))
+        for group_id, waiting in list(self._pending.items()):
+            if all(finished.policy_version < horizon for finished in waiting):
+                self.counters.late += len(self._pending.pop(group_id))
 
     @property
     def complete_total(self) -> int:

@@ -219,11 +219,13 @@ def test_an_evaluation_of_a_version_long_gone_is_counted_whatever_arrives_first(
     monitor = RunMonitor(log.settings, run)
     try:
         monitor.catch_up(DEADLINE)
-        evaluation, _ = monitor.snapshot().evaluations
+        snapshot = monitor.snapshot()
     finally:
         monitor.close()
+    evaluation, _ = snapshot.evaluations
     assert (evaluation.version, evaluation.admitted, evaluation.finished) == (0, prompts, prompts)
     assert "Admission" not in read[read.index("Trajectory") :]
+    assert (snapshot.trajectories, snapshot.late) == (prompts + len(groups) * G, 0)
 
 
 def test_tail_shows_the_records_of_each_topic(log: Log) -> None:

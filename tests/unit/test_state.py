@@ -144,6 +144,28 @@ def test_records_of_another_version_sample_or_name_are_foreign(state: RunState) 
     assert not state.groups["g0"].samples
 
 
+def test_who_reads_the_ledger_of_a_long_run_first_counts_its_trajectories_all_the_same(
+    state: RunState,
+) -> None:
+    groups = WINDOW.groups_per_step
+    lasting = RunState(WINDOW, SIZE, lasting=True)
+    for version in range(5 * WINDOW.max_staleness):
+        refs = tuple(fill(state, version * groups + each, version) for each in range(groups))
+        step = entry(version, version, refs)
+        state.commit(step)
+        lasting.commit(step)
+    count = state.next_ordinal
+    for ordinal in range(count):
+        lasting.admit(admission(ordinal, ordinal // groups))
+    for _ in range(2):
+        for ordinal in range(count):
+            for sample in range(SIZE):
+                lasting.finish(finished(f"g{ordinal}", sample, ordinal // groups, offset=sample))
+    assert lasting.counters.trajectories == state.counters.trajectories == count * SIZE
+    assert lasting.counters.late == count * SIZE, "read a second time"
+    assert lasting.outstanding_total == 0
+
+
 def test_a_trajectory_waits_for_its_admission(state: RunState) -> None:
     assert state.finish(finished("g0", 0)) == "unknown"
     assert state.finish(finished("g0", 0, offset=3)) == "unknown"

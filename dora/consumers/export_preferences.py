@@ -90,7 +90,8 @@ class PreferenceTarget(DirectoryTarget):
         metadata = {SOURCE_KEY: source.to_json(), CHOICE_KEY: json.dumps(asdict(self._choice))}
         schema = self._schema.with_metadata(metadata)
         with pq.ParquetWriter(draft, schema, compression="zstd") as writer:
-            writer.write_table(pa.Table.from_pylist(rows, schema))
+            if rows:  # `datasets` fails at an empty row group
+                writer.write_table(pa.Table.from_pylist(rows, schema))
         self.details["examples"] += len(rows)
 
     def source_of(self, file: Path) -> Source:

@@ -219,3 +219,15 @@ def test_a_version_without_an_example_is_a_file_without_rows(tmp_path: Path) -> 
     file = tmp_path / "version=0" / "train.parquet"
     assert pq.read_schema(file).remove_metadata() == schema_of(Choice("dpo"))
     assert json.loads(pq.read_schema(file).metadata[b"dora.choice"])["kind"] == "dpo"
+
+
+def test_versions_without_examples_are_loaded_with_the_others(tmp_path: Path) -> None:
+    from datasets import load_dataset
+
+    home = tmp_path / "dpo"
+    with target(home, Choice("dpo")) as made:
+        made.write(source(0), iter([rows_of(group(0, 0, [1.0, 1.0]))]))
+        made.write(source(1), iter([rows_of(best_and_worst())]))
+        made.write(source(2), iter([rows_of(group(2, 1, [0.0, 0.0]))]))
+    loaded = load_dataset(str(home), cache_dir=str(tmp_path / "cache"))["train"]
+    assert loaded["group_id"][:] == ["g0"]

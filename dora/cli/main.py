@@ -4,9 +4,12 @@ Invariant: `dora --help` imports nothing heavier than click. A `DoraError` becom
 standard error with its hint and its exit code; only a defect of dora shows a traceback.
 """
 
+import atexit
 import importlib
 import os
 import signal
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Never
@@ -115,13 +118,37 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point of the `dora` command."""
+    code: list[int] = []
+    atexit.register(_leave, code)  # registered first, it is called last
     signal.signal(signal.SIGTERM, _terminated)
     supervised = SUPERVISOR in os.environ or RANK_PARENT in os.environ
     if SUPERVISOR in os.environ:
         from dora.cli.lifeline import follow_supervisor
 
         follow_supervisor()
-    cli.main(prog_name="dora", obj=supervised)
+    try:
+        cli.main(prog_name="dora", obj=supervised)
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            code.append(end.code)
+        raise
+
+
+def _leave(code: list[int]) -> None:
+    """End the process with this code, after all else that asked to be called at its end.
+
+    Where torch or vLLM is loaded, taking the interpreter apart object by object takes seconds, for
+    which a run would wait at its end and at each restart.
+    """
+    if "torch" not in sys.modules or not code:
+        return
+    import logging
+
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a pipe that nobody reads any more
+            stream.flush()
+    os._exit(code[0])
 
 
 def _terminated(number: int, frame: FrameType | None) -> Never:

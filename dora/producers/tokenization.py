@@ -4,6 +4,7 @@ Invariant: a `Tokenizer` fits its model: every id that it can produce has a row 
 embeddings, and there is at least one token that ends a response.
 """
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -85,10 +86,14 @@ def load_tokenizer(policy: PolicySection) -> Tokenizer:
     """
     name = policy.tokenizer or policy.model
     setting = "policy.tokenizer" if policy.tokenizer else "policy.model"
-    backend = _from_pretrained("AutoTokenizer", name, setting, policy.trust_remote_code)
-    model = _from_pretrained("AutoConfig", policy.model, "policy.model", policy.trust_remote_code)
+    kind = "PreTrainedTokenizerFast" if _is_plain(Path(name)) else "AutoTokenizer"
+    backend = _from_pretrained(kind, name, setting, policy.trust_remote_code)
+    vocabulary = _plain_vocabulary(Path(policy.model))
+    if vocabulary is None:
+        trust = policy.trust_remote_code
+        model = _from_pretrained("AutoConfig", policy.model, "policy.model", trust)
+        vocabulary = getattr(model.get_text_config(), "vocab_size", None)
     tokenizer = Tokenizer(backend, name)
-    vocabulary = getattr(model.get_text_config(), "vocab_size", None)
     if vocabulary is not None and tokenizer.highest_id >= vocabulary:
         raise PolicyError(
             f"the tokenizer {name} has token ids up to {tokenizer.highest_id}, but the model "
@@ -117,6 +122,37 @@ def stop_token_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
     return (tokenizer.eos_token_id,)
 
 
+# The library's Auto classes import torch, which takes seconds; processes that only read and write
+# text do without where the files say themselves what they are.
+
+
+def _is_plain(directory: Path) -> bool:
+    """Whether tokenizer.json alone says all about the tokenizer, by its own account."""
+    settings = _fields(directory / "tokenizer_config.json")
+    return (
+        settings.get("tokenizer_class") == "TokenizersBackend"
+        and "auto_map" not in settings
+        and (directory / "tokenizer.json").is_file()
+    )
+
+
+def _plain_vocabulary(directory: Path) -> int | None:
+    """Size of the vocabulary where the model is one of text and names it; else None."""
+    settings = _fields(directory / "config.json")
+    size = settings.get("vocab_size")
+    nested = any(isinstance(value, dict) and "vocab_size" in value for value in settings.values())
+    return size if isinstance(size, int) and "model_type" in settings and not nested else None
+
+
+def _fields(file: Path) -> dict[str, Any]:
+    """The fields of a JSON file; none where there is no such file, or what is in it is none."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _from_pretrained(kind: str, name: str, setting: str, trust_remote_code: bool) -> Any:
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if Path(name).is_dir():
@@ -134,7 +170,7 @@ def _from_pretrained(kind: str, name: str, setting: str, trust_remote_code: bool
             name, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, KeyError, ImportError) as exception:
-        what = "tokenizer" if kind == "AutoTokenizer" else "model configuration"
+        what = "model configuration" if kind == "AutoConfig" else "tokenizer"
         raise PolicyError(
             f"{setting} = {name}: the {what} cannot be loaded: {type(exception).__name__}: "
             f"{first_line(exception)}",

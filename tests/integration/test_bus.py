@@ -12,6 +12,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -561,7 +562,8 @@ def test_a_topic_that_is_missing_is_named(reader: LogReader) -> None:
 def test_writing_to_a_topic_that_is_missing_is_an_error_that_names_it(
     settings: ClusterSettings,
 ) -> None:
-    writer = LogWriter(settings, client_id="writer")
+    impatient = replace(settings, properties={"topic.metadata.propagation.max.ms": "1000"})
+    writer = LogWriter(impatient, client_id="writer")
     writer.send("nowhere.chunks", admission(0))
     with pytest.raises(TopicError, match=r"nowhere\.chunks"):
         writer.flush(DEADLINE)

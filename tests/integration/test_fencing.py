@@ -26,6 +26,10 @@ THAW_SECONDS = 30.0
 
 
 def world_of(small: SmallRun, settings: ClusterSettings) -> World:
+    """The run with its topics, and with a trainer that is quick to start: what it commits counts
+    here, not what it computes."""
+    small.emulate_training()
+    small.make_topics(settings)
     return World(settings, small.name, small.model, small.directory / "runs")
 
 
@@ -72,7 +76,6 @@ def check_fenced(loser: Process) -> None:
 def test_of_two_trainers_the_first_ends_and_the_ledger_is_the_seconds(
     small: SmallRun, settings: ClusterSettings
 ) -> None:
-    small.make_topics(settings)
     world = world_of(small, settings)
     steps = ("--set", "trainer.steps=3")
     with process(small, "first", "train", *steps) as first:
@@ -100,7 +103,6 @@ def frozen_trainer(small: SmallRun, world: World) -> Iterator[Process]:
 def test_a_trainer_frozen_inside_its_transaction_is_fenced_by_its_replacement(
     small: SmallRun, settings: ClusterSettings
 ) -> None:
-    small.make_topics(settings)
     world = world_of(small, settings)
     with fed(world), frozen_trainer(small, world) as frozen:
         result = small.dora("train", *TRANSACTION)
@@ -114,7 +116,6 @@ def test_a_trainer_frozen_inside_its_transaction_is_fenced_by_its_replacement(
 def test_a_trainer_frozen_past_its_transaction_timeout_ends_and_is_started_again(
     small: SmallRun, settings: ClusterSettings
 ) -> None:
-    small.make_topics(settings)
     world = world_of(small, settings)
     with fed(world):
         with frozen_trainer(small, world) as frozen:

@@ -100,6 +100,7 @@ def test_a_run_waits_for_a_cluster_that_is_away_for_twenty_seconds_and_goes_on(
     child: Process | None = None
     try:
         run = SmallRun(run_name, tmp_path, small_model, broker.bootstrap_servers)
+        run.emulate_training()
         run.replace("steps = 2", "steps = 6")
         run.replace("time_scale = 0.05", "time_scale = 1.5")
         child = Process(

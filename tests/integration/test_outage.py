@@ -39,9 +39,10 @@ class Own:
         until(lambda: running_broker(self.home) is None, "the broker to be gone")
 
     def start(self) -> None:
-        """At the same address: clients know no other."""
-        port = int(self.run.address.rpartition(":")[2])
-        start_broker(self.home, port=port, heap_mb=256)
+        """At the same address, once connections of the dead one let go of it: clients know no
+        other."""
+        again = start_broker(self.home, heap_mb=256)
+        assert again.bootstrap_servers == self.run.address
 
 
 @pytest.fixture
@@ -60,6 +61,7 @@ def test_a_broker_killed_in_the_middle_of_a_commit_loses_and_doubles_nothing(own
     while the trainer stands still. Whether the trainer's commit then succeeds or its transaction is
     over, the ledger holds each step once."""
     run = own.run
+    run.emulate_training()
     run.make_topics(own.settings)
     world = World(own.settings, run.name, run.model, run.directory / "runs")
     fault = {"DORA_FAULT": "trainer.inside_transaction:freeze:2"}

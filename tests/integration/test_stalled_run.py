@@ -157,6 +157,7 @@ def test_the_trainer_ending_first_strands_no_worker(cluster: Cluster) -> None:
 
 def test_a_part_of_dora_run_that_freezes_is_killed_and_the_run_goes_on(small: SmallRun) -> None:
     """The trainer freezes inside the transaction of its second step."""
+    small.emulate_training()
     small.replace("heartbeat_timeout_seconds = 5", "heartbeat_timeout_seconds = 1.5")
     result = small.dora(
         "run",

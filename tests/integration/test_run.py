@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.small_run import make_model
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEADLINE = 280.0
 
@@ -99,6 +101,13 @@ def workspace(kafka, run_name: str, tmp_path: Path) -> Workspace:
     return Workspace(tmp_path, kafka.bootstrap_servers, run_name)
 
 
+@pytest.fixture
+def prepared(workspace: Workspace) -> Workspace:
+    """With a model that is there already."""
+    make_model(workspace.directory / "models" / "spell_backward", positions=128)
+    return workspace
+
+
 SMALL = {
     "window__groups_per_step": 4,
     "window__group_size": 4,
@@ -168,18 +177,18 @@ def children(process: subprocess.Popen[str], part: str) -> list[psutil.Process]:
     return [c for c in psutil.Process(process.pid).children(recursive=True) if is_part(c)]
 
 
-def test_an_interrupted_run_says_how_to_go_on_and_goes_on(workspace: Workspace) -> None:
-    process = workspace.start(**EMULATED, trainer__steps=30)
-    await_steps(workspace, 2, process)
+def test_an_interrupted_run_says_how_to_go_on_and_goes_on(prepared: Workspace) -> None:
+    process = prepared.start(**EMULATED, trainer__steps=30)
+    await_steps(prepared, 2, process)
     process.send_signal(signal.SIGINT)
-    output = workspace.finish(process)
+    output = prepared.finish(process)
     assert process.returncode != 0
     assert "dora run quick.toml" in output
-    assert not children_alive(workspace)
-    process = workspace.start(**EMULATED, trainer__steps=6)
-    output = workspace.finish(process)
-    assert process.returncode == 0, output + workspace.logs()
-    audit = workspace.check_audit()
+    assert not children_alive(prepared)
+    process = prepared.start(**EMULATED, trainer__steps=6)
+    output = prepared.finish(process)
+    assert process.returncode == 0, output + prepared.logs()
+    audit = prepared.check_audit()
     assert audit["steps"] >= 6
     assert audit["groups_outstanding"] == 0
 
@@ -194,15 +203,15 @@ def children_alive(workspace: Workspace) -> list[str]:
 
 @pytest.mark.parametrize("victims", [("rollout", "train", "coordinator")], ids="-".join)
 def test_a_run_survives_the_sudden_death_of_each_of_its_parts(
-    workspace: Workspace, victims: tuple[str, ...]
+    prepared: Workspace, victims: tuple[str, ...]
 ) -> None:
-    process = workspace.start(**EMULATED, trainer__steps=12, trainer__checkpoint_every=4)
+    process = prepared.start(**EMULATED, trainer__steps=12, trainer__checkpoint_every=4)
     for count, victim in enumerate(victims, start=1):
-        await_steps(workspace, 2 * count, process)
+        await_steps(prepared, 2 * count, process)
         alive = children(process, victim)
         assert alive, f"no {victim} process"
         alive[0].kill()
-    output = workspace.finish(process)
-    assert process.returncode == 0, output + workspace.logs()
-    audit = workspace.check_audit()
+    output = prepared.finish(process)
+    assert process.returncode == 0, output + prepared.logs()
+    audit = prepared.check_audit()
     assert (audit["steps"], audit["groups_trained"]) == (12, 48)

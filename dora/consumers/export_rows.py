@@ -2,7 +2,7 @@
 
 Invariant: a row follows from one counted trajectory and from what the ledger says of its group, so
 that the rows of a closed version never change; what is not known is null, never a number that
-stands for it. At most one batch is held in memory.
+stands for it. At most one batch is held in memory, without the records that it was made of.
 """
 
 import json
@@ -162,7 +162,9 @@ def batches(
 
     def batch() -> pa.RecordBatch:
         groups = (admissions[each.record.group_id] for each in pending)
-        return batch_of(pending, list(map(fates.of, groups)))
+        made = batch_of(pending, list(map(fates.of, groups)))
+        pending.clear()
+        return made
 
     for placed in trajectories:
         pending.append(placed)
@@ -171,7 +173,7 @@ def batches(
         size += len(record.text or "")
         if len(pending) >= BATCH_ROWS or size >= BATCH_BYTES:
             yield batch()
-            pending, size = [], 0
+            size = 0
     if pending:
         yield batch()
 

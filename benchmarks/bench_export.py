@@ -2,7 +2,8 @@
 
 Run by hand: `python benchmarks/bench_export.py`. It writes a run's log into a Kafka of its own (or
 `-b HOST:PORT`) and then, several times in turn, reads its trajectories with a bare client, with
-dora's reader, which decodes and checks them, and exports them to each format. Token ids and
+dora's reader, which decodes and checks them, and exports them to each format. Steps are of
+thousands of samples, as in training at scale, so that a version is several batches. Token ids and
 log-probabilities are random, so that nothing compresses better than a model's would. CPU seconds
 are this process's, all threads together, without the broker's. The fastest round counts: on a
 machine that others use, too, the others are slower for reasons of their own.
@@ -169,8 +170,8 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-b", "--bootstrap-server")
-    parser.add_argument("--versions", type=int, default=24)
-    parser.add_argument("--groups-per-step", type=int, default=64)
+    parser.add_argument("--versions", type=int, default=3)
+    parser.add_argument("--groups-per-step", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=1024, help="mean generated length")
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()

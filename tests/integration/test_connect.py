@@ -2,7 +2,6 @@
 and records that are not trajectories."""
 
 import re
-import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.brokers import Cluster
 from tests.connect_worker import ROOT, ConnectWorker, Lake, connector, make_topic
 from tests.raw_log import raw_messages
 from tests.schema_registry import Registry
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -134,11 +134,13 @@ def sunk(kafka: Cluster, registry: Registry, tmp_path_factory: pytest.TempPathFa
             f"{name}-archive",
             connector("archive", topics=",".join({topic for topic, _, _ in archived}), **sink),
         )
-        until = time.monotonic() + DEADLINE
-        while lake.count(TRAJECTORIES) < BATCH:
-            assert time.monotonic() < until, worker.telling()
+
+        def sinking() -> bool:
             worker.states(f"{name}-trajectories")
             writer.trajectories(BATCH)
+            return lake.count(TRAJECTORIES) >= BATCH
+
+        until(sinking, worker.telling, DEADLINE)
         worker.kill()
         killed_at = lake.count(TRAJECTORIES)
         writer.trajectories(BATCH)

@@ -3,6 +3,7 @@
 #
 # make setup TORCH=cpu    takes the smaller CPU build of torch (needs internet access beyond PyPI)
 # make demo  CONFIG=...   another run configuration
+# make test JOBS=1        one test after the other
 # make chaos SEED=1 FAULTS=300 ENGINE=emulated|vllm   kill and freeze everything, prove nothing lost
 
 PYTHON ?= python3
@@ -11,6 +12,7 @@ CONFIG ?= examples/spell_backward.toml
 SEED   ?= 0
 FAULTS ?= 20
 ENGINE ?= emulated
+JOBS   ?= 2
 BIN    := .venv/bin
 UV     := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -62,12 +64,13 @@ demo: setup
 chaos: setup
 	$(BIN)/python -m tests.chaos --seed $(SEED) --faults $(FAULTS) --engine $(ENGINE)
 
-# First a browser and Prometheus, for the tests that look through them. Then
-# sessions of their own: vLLM and DeepSpeed each want the process group of their process for
-# themselves, and a chaos run wants the machine.
+# First a browser and Prometheus, for the tests that look through them. Then JOBS files at a time,
+# each job with a Kafka of its own, for most tests wait more than they compute. Then sessions of
+# their own: vLLM and DeepSpeed each want the process group of their process for themselves, and a
+# chaos run wants the machine.
 test: setup .venv/registry .venv/connect
 	sh ops/test-tools.sh
-	$(BIN)/python -m pytest tests/unit tests/integration -m "not vllm"
+	$(BIN)/python -m pytest tests/unit tests/integration -m "not vllm" -n $(JOBS) --dist loadfile
 	$(BIN)/python -m pytest tests/integration -m vllm
 	$(BIN)/python -m pytest tests/chaos --timeout=600
 

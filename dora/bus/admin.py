@@ -11,9 +11,9 @@ from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
 from dora.bus.access import Right
-from dora.bus.closing import Closing
 from dora.bus.failures import Failures, await_answer, explain, kafka_error, make_client
 from dora.bus.settings import ClusterSettings, client_properties
+from dora.closing import Closing
 from dora.errors import DeadlineError
 
 _OVERTIME_SECONDS = 30.0

@@ -17,7 +17,6 @@ from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, 
 from confluent_kafka import TopicPartition as KafkaPartition
 
 from dora.bus.access import Operation, Right
-from dora.bus.closing import Closing
 from dora.bus.failures import (
     Failures,
     await_answer,
@@ -30,6 +29,7 @@ from dora.bus.failures import (
 from dora.bus.messages import Message, Unreadable, message_of
 from dora.bus.offsets import Partition, ask_offsets
 from dora.bus.settings import ClusterSettings, Isolation, consumer_properties
+from dora.closing import Closing
 from dora.errors import BusError, DeadlineError
 from dora.schemas.framing import SchemaAwaited
 

@@ -28,12 +28,12 @@ from confluent_kafka import Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
 from dora.bus.access import Right
-from dora.bus.closing import Closing
 from dora.bus.failures import called, explain, kafka_error, make_client
 from dora.bus.offsets import Partition
 from dora.bus.reader import LogReader
 from dora.bus.settings import ClusterSettings, client_properties, transactional_properties
 from dora.bus.writer import Deliveries
+from dora.closing import Closing
 from dora.errors import AccessError, BusError
 from dora.schemas.records import DeadLetter, Record
 

@@ -14,7 +14,6 @@ from urllib.parse import quote
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from dora.bus.access import Right
-from dora.bus.closing import Closing
 from dora.bus.failures import (
     Failures,
     await_answer,
@@ -24,6 +23,7 @@ from dora.bus.failures import (
     make_client,
 )
 from dora.bus.settings import ClusterSettings, largest_record, producer_properties
+from dora.closing import Closing
 from dora.errors import BusError, DeadlineError
 from dora.schemas.codec import encode
 from dora.schemas.records import Record

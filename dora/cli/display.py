@@ -5,9 +5,9 @@ of the cluster here.
 """
 
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,6 +17,7 @@ from rich.text import Text
 
 from dora.cli.dashboard_charts import condensed
 from dora.cli.supervisor import ChildView
+from dora.closing import Closing
 from dora.consumers.emulation_check import late_share
 from dora.consumers.process_view import ProcessView
 from dora.consumers.snapshot import Snapshot, StepPoint
@@ -43,19 +44,14 @@ _COLOURS = {
 }
 
 
-class Display(Protocol):
-    """Shows a run while it goes on; a context manager."""
+class Display(Closing):
+    """Shows a run while it goes on, until it is closed."""
 
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    @abstractmethod
     def update(self, snapshot: Snapshot, children: Sequence[ChildView]) -> None:
         """Show the run as it is now."""
 
+    @abstractmethod
     def note(self, text: str) -> None:
         """Show an event."""
 
@@ -65,7 +61,7 @@ def open_display(console: Console) -> Display:
     return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
 
 
-class LiveDisplay:
+class LiveDisplay(Display):
     """Redraws one picture in place; events scroll above it."""
 
     def __init__(self, console: Console) -> None:
@@ -76,12 +72,8 @@ class LiveDisplay:
         self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Leave the last picture there."""
         self._live.stop()
 
     def update(self, snapshot: Snapshot, children: Sequence[ChildView]) -> None:
@@ -93,7 +85,7 @@ class LiveDisplay:
         self._live.console.print(Text(f"{time.strftime('%H:%M:%S')}  {text}", style="dim"))
 
 
-class PlainDisplay:
+class PlainDisplay(Display):
     """One line per step and per change of a process's state or of the run's health."""
 
     def __init__(self, console: Console) -> None:
@@ -104,16 +96,8 @@ class PlainDisplay:
         self._health = ""
         self._begun = False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        return None
+    def close(self) -> None:
+        """Nothing is held."""
 
     def update(self, snapshot: Snapshot, children: Sequence[ChildView]) -> None:
         """Print what is new since the last call; the first call finds nothing old new."""

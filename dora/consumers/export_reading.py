@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from dora import __version__
-from dora.bus.closing import Closing
 from dora.bus.offsets import Partition
 from dora.bus.reader import LogReader, Message, Unreadable
 from dora.bus.settings import ClusterSettings
+from dora.closing import Closing
 from dora.consumers.export_letters import DeadLetters
 from dora.consumers.export_rows import Source
 from dora.consumers.run_log import Placed, RunLog

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dora import faults
-from dora.bus.closing import Closing
+from dora.closing import Closing
 from dora.consumers.export_rows import SCHEMA, SOURCE_KEY, TOKEN_COLUMNS, Source
 from dora.errors import ExportError, InUseError, UsageError
 from dora.schemas.records import RunStarted

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from dora.closing import Closing
 from dora.config import TaskSection
 from dora.errors import DeadlineError, TaskError
 from dora.producers.tasks import judge
@@ -65,7 +65,7 @@ class _Bundle:
     jobs: tuple[_Job, ...]
 
 
-class Scorer:
+class Scorer(Closing):
     """Runs a task's verifier in a pool of processes, each response within a time limit.
 
     The processes start at once, in the background. They are spawned, not forked, because the
@@ -140,17 +140,6 @@ class Scorer:
         if not self._closed:
             self._closed = True
             self._stop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exception: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _start(self) -> None:
         self._pool = ProcessPool(

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dora.config import Config, PolicySection
-from dora.errors import PolicyError, TaskError, first_line
-from dora.weights.models import emulated_vocabulary
+from dora.errors import PolicyError, TaskError, WeightsError, first_line
+from dora.weights.models import emulated_vocabulary, vocabulary_of
 
 
 class Tokenizer:
@@ -88,8 +88,10 @@ def load_tokenizer(policy: PolicySection) -> Tokenizer:
     setting = "policy.tokenizer" if policy.tokenizer else "policy.model"
     kind = "PreTrainedTokenizerFast" if _is_plain(Path(name)) else "AutoTokenizer"
     backend = _from_pretrained(kind, name, setting, policy.trust_remote_code)
-    vocabulary = _plain_vocabulary(Path(policy.model))
-    if vocabulary is None:
+    vocabulary: int | None
+    try:
+        vocabulary = vocabulary_of(Path(policy.model))
+    except WeightsError:  # no directory, or its class knows the size
         trust = policy.trust_remote_code
         model = _from_pretrained("AutoConfig", policy.model, "policy.model", trust)
         vocabulary = getattr(model.get_text_config(), "vocab_size", None)
@@ -128,29 +130,16 @@ def stop_token_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def _is_plain(directory: Path) -> bool:
     """Whether tokenizer.json alone says all about the tokenizer, by its own account."""
-    settings = _fields(directory / "tokenizer_config.json")
+    try:
+        settings = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
     return (
-        settings.get("tokenizer_class") == "TokenizersBackend"
+        isinstance(settings, dict)
+        and settings.get("tokenizer_class") == "TokenizersBackend"
         and "auto_map" not in settings
         and (directory / "tokenizer.json").is_file()
     )
-
-
-def _plain_vocabulary(directory: Path) -> int | None:
-    """Size of the vocabulary where the model is one of text and names it; else None."""
-    settings = _fields(directory / "config.json")
-    size = settings.get("vocab_size")
-    nested = any(isinstance(value, dict) and "vocab_size" in value for value in settings.values())
-    return size if isinstance(size, int) and "model_type" in settings and not nested else None
-
-
-def _fields(file: Path) -> dict[str, Any]:
-    """The fields of a JSON file; none where there is no such file, or what is in it is none."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _from_pretrained(kind: str, name: str, setting: str, trust_remote_code: bool) -> Any:

@@ -12,6 +12,7 @@ import dora
 ROOT = Path(dora.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 SHARED = {
+    "closing",
     "config",
     "config_emulation",
     "config_observability",
@@ -57,6 +58,7 @@ ALLOWED = {
     "config_schedule": {"config_section"},
     "config_section": set(),
     "config_file": {"config_file", "config", "errors", "schemas", "core"},
+    "closing": set(),
     "errors": {"errors"},
     "faults": {"faults", "errors"},
     "json_lines": set(),

@@ -26,9 +26,7 @@ THAW_SECONDS = 30.0
 
 
 def world_of(small: SmallRun, settings: ClusterSettings) -> World:
-    """The run with its topics, and with a trainer that is quick to start: what it commits counts
-    here, not what it computes."""
-    small.emulate_training()
+    """The run with its topics."""
     small.make_topics(settings)
     return World(settings, small.name, small.model, small.directory / "runs")
 
@@ -76,6 +74,7 @@ def check_fenced(loser: Process) -> None:
 def test_of_two_trainers_the_first_ends_and_the_ledger_is_the_seconds(
     small: SmallRun, settings: ClusterSettings
 ) -> None:
+    small.emulate_training()
     world = world_of(small, settings)
     steps = ("--set", "trainer.steps=3")
     with process(small, "first", "train", *steps) as first:
@@ -116,6 +115,7 @@ def test_a_trainer_frozen_inside_its_transaction_is_fenced_by_its_replacement(
 def test_a_trainer_frozen_past_its_transaction_timeout_ends_and_is_started_again(
     small: SmallRun, settings: ClusterSettings
 ) -> None:
+    small.emulate_training()
     world = world_of(small, settings)
     with fed(world):
         with frozen_trainer(small, world) as frozen:

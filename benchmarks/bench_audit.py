@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from dora.core import ring
-from dora.core.audit import Audit
+from dora.core.audit.audit import Audit
 from dora.schemas.records import (
     Admission,
     Chunk,

@@ -21,7 +21,7 @@ from dora.bus.settings import cluster_settings
 from dora.bus.topics import RunTopics, TopicAdmin, topic_plan
 from dora.bus.writer import LogWriter
 from dora.config import Config
-from dora.config_file import KafkaOverrides, load_config
+from dora.config.loading import KafkaOverrides, load_config
 from dora.core.ring import partition, slot_partitions, worker_partition
 from dora.schemas.records import (
     Admission,

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from confluent_kafka import Consumer, TopicPartition
 
+from dora.broker.local import start_broker, stop_broker
 from dora.bus import (
     BEGINNING,
     ClusterSettings,
@@ -32,12 +33,11 @@ from dora.bus import (
     TopicSpec,
     cluster_settings,
 )
-from dora.bus.broker import start_broker, stop_broker
 from dora.bus.settings import consumer_properties
 from dora.config import KafkaSection
-from dora.consumers.export_jsonl import JsonlTarget
-from dora.consumers.export_run import export_run
-from dora.consumers.export_targets import DirectoryTarget, ParquetTarget
+from dora.consumers.export.jsonl import JsonlTarget
+from dora.consumers.export.run import export_run
+from dora.consumers.export.targets import DirectoryTarget, ParquetTarget
 from dora.core import ring
 from dora.schemas.records import (
     Admission,

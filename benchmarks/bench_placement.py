@@ -17,11 +17,12 @@ import statistics
 import time
 from collections import defaultdict
 
-from dora.core.coordination import Coordination, Decision, Rules
-from dora.core.holdings import holding
-from dora.core.prefixes import Prefix
 from dora.core.ring import trajectory_id
-from dora.core.schedules import Schedule
+from dora.core.scheduling.coordination import Coordination
+from dora.core.scheduling.prefixes import Prefix
+from dora.core.scheduling.scheduler import Decision, Rules
+from dora.core.scheduling.schedules import Schedule
+from dora.core.scheduling.workers import holding
 from dora.core.window import Window
 from dora.schemas.records import (
     Admission,

@@ -12,9 +12,9 @@ import sys
 import time
 from dataclasses import replace
 
-from dora.core.cluster_presets import preset_named, schedule_variant
-from dora.core.simulation import Simulation
-from dora.core.simulation_cases import Workload, scenario_of
+from dora.simulation.presets import preset_named, schedule_variant
+from dora.simulation.scenario import Workload, scenario_of
+from dora.simulation.simulator import Simulation
 
 SIZES = (8, 64, 512)
 SLOTS = 16

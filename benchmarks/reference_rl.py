@@ -27,7 +27,7 @@ import torch  # noqa: E402
 
 from dora.config import Config  # noqa: E402
 from dora.producers.tasks.base import Prompt, Task, create_task  # noqa: E402
-from dora.producers.tokenization import load_tokenizer  # noqa: E402
+from dora.producers.tasks.tokenization import load_tokenizer  # noqa: E402
 
 PAD = demo.VOCABULARY[demo.PAD]
 

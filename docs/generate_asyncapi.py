@@ -21,7 +21,7 @@ from dora.schemas.registry import RECORD_TYPES, current_text
 
 FILE = Path(__file__).with_name("asyncapi.yaml")
 HEAD = (
-    "# Made by `make docs` from dora/schemas/avro, dora/bus/topic_plan.py and dora/bus/access.py.\n"
+    "# Made by `make docs` from dora/schemas/avro, dora/bus/topic_plan.py and dora/bus/acls.py.\n"
 )
 
 TOPICS: dict[str, tuple[tuple[str, ...], str]] = {

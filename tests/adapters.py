@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dora.config import Config
-from dora.consumers.adapter import add_adapter, published_name
+from dora.consumers.learner.model import add_adapter, published_name
 from dora.weights.adapters import write_adapter, write_adapter_config
 
 RANK, ALPHA = 4, 8.0

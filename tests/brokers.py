@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from dora.broker.local import start_broker, stop_broker
+from dora.broker.process import free_port
 from dora.bus import ClusterSettings, cluster_settings
-from dora.bus.broker import start_broker, stop_broker
-from dora.bus.broker_process import free_port
 from dora.config import KafkaSection
 from dora.errors import BrokerError
 

@@ -20,7 +20,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import NoSuchTableError
 
-from dora.bus.broker_process import free_port
+from dora.broker.process import free_port
 from tests.services import STOP_SECONDS, Service, await_answer, java, started
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from dora.core import ring
-from dora.core.audit import Audit
-from dora.core.audit_report import AuditReport, Place
+from dora.core.audit.audit import Audit
+from dora.core.audit.report import AuditReport, Place
 from dora.schemas.records import (
     Admission,
     Chunk,

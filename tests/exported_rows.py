@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from dora.consumers.export_rows import Source, batch_of
-from dora.consumers.run_log import Placed
-from dora.consumers.trajectory_rows import Fate
+from dora.consumers.export.rows import Source, batch_of
+from dora.consumers.inspect.rows import Fate
+from dora.log.run_log import Placed
 from dora.schemas.records import Trajectory
 from tests.run_records import admission, trajectory
 

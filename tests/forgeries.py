@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from dora.core import ring
-from dora.core.audit_report import Finding, Kind, Place
+from dora.core.audit.report import Finding, Kind, Place
 from dora.schemas.records import Admission, GroupRef, VersionRun, pack_logprobs, pack_tokens
 from tests.damaged_log import LANES, RING, K, Log, admission, chunk, policy, step, trajectory
 

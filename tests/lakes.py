@@ -9,8 +9,8 @@ import pytest
 from deltalake import DeltaTable
 from pyiceberg.catalog import load_catalog
 
-from dora.consumers.export_delta import DeltaTarget
-from dora.consumers.export_iceberg import IcebergTarget
+from dora.consumers.export.delta import DeltaTarget
+from dora.consumers.export.iceberg import IcebergTarget
 from tests.run_records import run_started
 
 Open = Callable[..., Any]

@@ -19,13 +19,13 @@ from dora.config import Config
 from dora.core.ring import slot, slot_partitions
 from dora.core.state import RunState, finished_facts
 from dora.core.window import Window
-from dora.producers import fleet
-from dora.producers.coordinator import Coordinator
-from dora.producers.emulated_scoring import EmulatedScorer
+from dora.producers.coordinator.coordinator import Coordinator
 from dora.producers.engines import Engine, create_engine
-from dora.producers.installation import Installer
 from dora.producers.tasks.base import Prompt, Purpose, Task
-from dora.producers.worker import Worker
+from dora.producers.worker import process
+from dora.producers.worker.hosting import Installer
+from dora.producers.worker.scoring import EmulatedScorer
+from dora.producers.worker.worker import Worker
 from dora.schemas.records import (
     Admission,
     Chunk,
@@ -242,7 +242,7 @@ def worker(
             **options,
         )  # fmt: skip
 
-    fleet.work(cluster.settings, [name], make, stop, flush_seconds=DEADLINE)
+    process.work(cluster.settings, [name], make, stop, flush_seconds=DEADLINE)
 
 
 @pytest.fixture

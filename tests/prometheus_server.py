@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dora.bus.broker_process import free_port
+from dora.broker.process import free_port
 from tests.services import await_answer, ended, started
 
 OPS = Path(__file__).resolve().parents[1] / "ops"

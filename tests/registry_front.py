@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 
-from dora.bus.broker_process import free_port
+from dora.broker.process import free_port
 from tests.http_server import Handler, end, listening
 
 _PASSED = ("Accept", "Content-Type")

@@ -5,11 +5,11 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from dora.consumers.report_assembly import assemble
-from dora.consumers.report_data import RunReport
-from dora.consumers.report_tally import Control, Tally
+from dora.consumers.report.assembly import assemble
+from dora.consumers.report.data import RunReport
+from dora.consumers.report.tally import Control, Tally
 from dora.core import ring
-from dora.core.audit_report import KINDS, AuditReport
+from dora.core.audit.report import KINDS, AuditReport
 from dora.schemas.records import (
     Admission,
     Command,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dora.bus.broker_process import free_port
+from dora.broker.process import free_port
 from tests.services import await_answer, ended, java, started
 
 REGISTRY_VARIABLE = "DORA_TEST_REGISTRY"

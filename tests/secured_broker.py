@@ -30,14 +30,14 @@ from confluent_kafka.admin import (
 )
 from cryptography.hazmat.primitives import serialization
 
+from dora.broker.directory import BrokerDirectory
+from dora.broker.jars import fetch_jars, find_java, ops_directory
+from dora.broker.launch import Launch
+from dora.broker.local import stop_broker
+from dora.broker.process import free_port
 from dora.bus import ClusterSettings, cluster_settings
 from dora.bus.access import Grant, Right
 from dora.bus.acls import AclAdmin, binding
-from dora.bus.broker import stop_broker
-from dora.bus.broker_directory import BrokerDirectory
-from dora.bus.broker_launch import Launch
-from dora.bus.broker_process import free_port
-from dora.bus.jars import fetch_jars, find_java, ops_directory
 from dora.config import KafkaSection
 
 LISTENERS = {"SECURE": "SASL_SSL", "MUTUAL": "SSL", "EXPIRED": "SASL_SSL", "MISNAMED": "SASL_SSL"}

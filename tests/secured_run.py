@@ -10,10 +10,10 @@ from urllib.request import urlopen
 import pytest
 from confluent_kafka import Producer
 
+from dora.broker.process import free_port
 from dora.bus import ClusterSettings, LogReader, RunTopics, TransactionalWriter, cluster_settings
 from dora.bus.access import ROLES, Grant, Right, default_principal
 from dora.bus.acls import AclAdmin
-from dora.bus.broker_process import free_port
 from dora.config import KafkaSection
 from dora.core.ring import worker_partition
 from dora.errors import AccessError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dora.bus.jars import java_command
+from dora.broker.jars import java_command
 from dora.errors import BrokerError
 
 START_SECONDS = 240.0

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from dora.bus import ClusterSettings, RunTopics, TopicAdmin, topic_plan
 from dora.cli.main import cli
 from dora.config import Config
-from dora.config_file import KafkaOverrides, load_config
+from dora.config.loading import KafkaOverrides, load_config
 
 VOCABULARY = 40
 WORDS = ("<pad>", "<eos>", *"abcdefghijklmnopqrstuvwxyz", *"0123456789", "=", " ")

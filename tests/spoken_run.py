@@ -7,7 +7,7 @@ from pathlib import Path
 from dora.bus import ClusterSettings, LogWriter, RunTopics, TopicAdmin, topic_plan
 from dora.core import ring
 from dora.producers.tasks.base import Prompt, create_task
-from dora.producers.tokenization import Tokenizer, load_tokenizer
+from dora.producers.tasks.tokenization import Tokenizer, load_tokenizer
 from dora.schemas.records import (
     Admission,
     Chunk,

@@ -20,7 +20,7 @@ from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics, TopicAdmin, topic_plan
 from dora.bus.writer import LogWriter
 from dora.config import Config
-from dora.consumers.trainer import Trainer
+from dora.consumers.trainer.trainer import Trainer
 from dora.core import ring
 from dora.core.state import RunState
 from dora.core.window import Window

@@ -13,7 +13,7 @@ from confluent_kafka.admin import AdminClient
 from dora.bus.access import Right
 from dora.bus.failures import Failures, await_answer, explain, kafka_error, make_client
 from dora.bus.settings import ClusterSettings, client_properties
-from dora.closing import Closing
+from dora.closeable import Closing
 from dora.errors import DeadlineError
 
 _OVERTIME_SECONDS = 30.0
@@ -89,3 +89,17 @@ class Admin(Closing):
             raise explain(
                 kafka_error(exception), self._settings, doing, self._failures, needs=needs
             ) from exception
+
+
+class ClusterProbe:
+    """Asks a broker that may still be starting which cluster it belongs to."""
+
+    def __init__(self, address: str) -> None:
+        self._client = AdminClient({"bootstrap.servers": address, "log_level": 0})
+
+    def cluster_id(self, timeout: float) -> str | None:
+        """The cluster's id; None without an answer within `timeout` seconds."""
+        try:
+            return self._client.list_topics(timeout=timeout).cluster_id
+        except KafkaException:
+            return None

@@ -33,7 +33,7 @@ from dora.bus.offsets import Partition
 from dora.bus.reader import LogReader
 from dora.bus.settings import ClusterSettings, client_properties, transactional_properties
 from dora.bus.writer import Deliveries
-from dora.closing import Closing
+from dora.closeable import Closing
 from dora.errors import AccessError, BusError
 from dora.schemas.records import DeadLetter, Record
 

@@ -14,16 +14,9 @@ from urllib.parse import quote
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from dora.bus.access import Right
-from dora.bus.failures import (
-    Failures,
-    await_answer,
-    called,
-    explain,
-    kafka_error,
-    make_client,
-)
+from dora.bus.failures import Failures, await_answer, called, explain, kafka_error, make_client
 from dora.bus.settings import ClusterSettings, largest_record, producer_properties
-from dora.closing import Closing
+from dora.closeable import Closing
 from dora.errors import BusError, DeadlineError
 from dora.schemas.codec import encode
 from dora.schemas.records import Record

@@ -12,17 +12,7 @@ from dora.cli.console import waiting
 from dora.cli.options import json_option, kafka_options, print_line, timeout_option
 from dora.config import KafkaSection
 from dora.consumers.audit import audit_run
-from dora.core.audit_report import AuditReport, Kind
-
-MEANINGS: dict[Kind, str] = {
-    "lost": "started or named, but not there",
-    "duplicated": "started, trained or written more than once",
-    "mixed_version": "tokens of more than one version",
-    "stale": "trained too many versions later",
-    "incomplete_group": "trained without all its samples",
-    "torn_step": "ledger, policies and samples disagree",
-    "checksum": "other weights than the ledger says",
-}
+from dora.core.audit.report import MEANINGS, AuditReport
 
 
 @click.command()

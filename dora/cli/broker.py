@@ -10,7 +10,8 @@ from pathlib import Path
 
 import click
 
-from dora.bus.broker import (
+from dora.broker.jars import cached_jars, pinned_kafka_version
+from dora.broker.local import (
     BrokerInfo,
     broker_log,
     broker_process,
@@ -19,7 +20,6 @@ from dora.bus.broker import (
     start_broker,
     stop_broker,
 )
-from dora.bus.jars import cached_jars, pinned_kafka_version
 
 directory_option = click.option(
     "--dir",

@@ -21,8 +21,8 @@ def coordinator(config: Config) -> None:
     from dora.bus.acls import check_rights
     from dora.bus.settings import cluster_settings
     from dora.bus.topics import TopicAdmin, topic_plan
-    from dora.consumers.continuation import check_recorded
-    from dora.producers.coordinator import Coordinator
+    from dora.log.continuation import check_recorded
+    from dora.producers.coordinator.coordinator import Coordinator
     from dora.telemetry.start import observed
 
     log_to_stderr()

@@ -84,7 +84,7 @@ def examine(config_path: Path | None, broker_directory: Path) -> list[Finding]:
     config: Config | None = None
     configuration: list[Finding] = []
     if config_path is not None:
-        from dora.config_file import load_config
+        from dora.config.loading import load_config
 
         try:
             config = load_config(config_path)
@@ -115,7 +115,7 @@ def _python() -> Finding:
 
 
 def _kafka_software(*, needed: bool) -> Iterator[Finding]:
-    from dora.bus.jars import cached_jars, find_java, kafka_version
+    from dora.broker.jars import cached_jars, find_java, kafka_version
 
     lacking: Verdict = "missing" if needed else "optional"
     try:
@@ -241,7 +241,7 @@ def _memory() -> Finding:
 
 
 def _cluster(config: Config | None, broker_directory: Path) -> Finding:
-    from dora.bus.broker import running_broker
+    from dora.broker.local import running_broker
     from dora.bus.settings import cluster_settings
     from dora.bus.topics import TopicAdmin
     from dora.cli.options import with_broker

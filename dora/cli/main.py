@@ -37,27 +37,33 @@ class Entry:
 
 
 COMMANDS: dict[str, Entry] = {
-    "run": Entry("dora.cli.run:run", "Run everything on this machine, with live progress."),
+    "run": Entry("dora.cli.run.run:run", "Run everything on this machine, with live progress."),
     "status": Entry("dora.cli.status:status", "Show window, backlog, workers and rates of a run."),
-    "tail": Entry("dora.cli.tail:tail", "Follow the records of a run, decoded."),
+    "tail": Entry("dora.cli.tail.tail:tail", "Follow the records of a run, decoded."),
     "replay": Entry(
-        "dora.cli.replay:replay", "Train from the log again, or feed a trainer from it."
+        "dora.cli.replay.replay:replay", "Train from the log again, or feed a trainer from it."
     ),
     "audit": Entry("dora.cli.audit:audit", "Prove consistency and exactly-once from the log."),
-    "rescore": Entry("dora.cli.rescore:rescore", "Score logged trajectories with a new verifier."),
-    "inspect": Entry("dora.cli.inspect_command:inspect", "List trajectories, or look at one."),
-    "export": Entry("dora.cli.export:export", "Write trajectories as Parquet, tables, data sets."),
+    "rescore": Entry(
+        "dora.cli.rescore.rescore:rescore", "Score logged trajectories with a new verifier."
+    ),
+    "inspect": Entry("dora.cli.inspect.inspect:inspect", "List trajectories, or look at one."),
+    "export": Entry(
+        "dora.cli.export.export:export", "Write trajectories as Parquet, tables, data sets."
+    ),
     "import": Entry(
-        "dora.cli.import_command:import_command", "Make prompts, or feed a trainer, from files."
+        "dora.cli.imports.command:import_command", "Make prompts, or feed a trainer, from files."
     ),
     "report": Entry("dora.cli.report:report", "Write a run as one HTML file with plots."),
     "broker": Entry("dora.cli.broker:broker", "Start, stop and inspect the local Kafka broker."),
-    "topics": Entry("dora.cli.topics:topics", "Create, describe and delete a run's topics."),
+    "topics": Entry("dora.cli.topics.topics:topics", "Create, describe and delete a run's topics."),
     "coordinator": Entry("dora.cli.coordinator:coordinator", "Run the coordinator of a run."),
     "rollout": Entry("dora.cli.rollout:rollout", "Run one rollout worker."),
-    "train": Entry("dora.cli.train:train", "Run the trainer of a run."),
-    "bench": Entry("dora.cli.bench:bench", "Measure schedules and engines on this machine."),
-    "simulate": Entry("dora.cli.simulate:simulate", "Plan: schedules in virtual time, and advice."),
+    "train": Entry("dora.cli.train.train:train", "Run the trainer of a run."),
+    "bench": Entry("dora.cli.bench.bench:bench", "Measure schedules and engines on this machine."),
+    "simulate": Entry(
+        "dora.cli.simulate.simulate:simulate", "Plan: schedules in virtual time, and advice."
+    ),
     "doctor": Entry("dora.cli.doctor:doctor", "Say what this machine lacks, and how to get it."),
     "prepare": Entry("dora.cli.prepare:prepare", "Make the model directory of a run.", hidden=True),
 }
@@ -123,7 +129,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminated)
     supervised = SUPERVISOR in os.environ or RANK_PARENT in os.environ
     if SUPERVISOR in os.environ:
-        from dora.cli.lifeline import follow_supervisor
+        from dora.cli.parent_watch import follow_supervisor
 
         follow_supervisor()
     try:

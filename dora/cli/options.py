@@ -14,7 +14,7 @@ from typing import Any, overload
 import click
 
 from dora.config import Config, KafkaSection
-from dora.config_file import KafkaOverrides, load_config, load_kafka_section
+from dora.config.loading import KafkaOverrides, load_config, load_kafka_section
 from dora.errors import UsageError
 
 BROKER_DIRECTORY = Path(".dora/broker")
@@ -224,7 +224,7 @@ def with_broker(config: Config, address: str) -> Config:
 
 def local_broker(directory: Path) -> str:
     """Address of the local broker in `directory`; UsageError if none runs there."""
-    from dora.bus.broker import running_broker
+    from dora.broker.local import running_broker
 
     broker = running_broker(directory)
     if broker is None:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
+from dora.atomic_write import write_whole
 from dora.bus.settings import cluster_settings
 from dora.cli.console import waiting
 from dora.cli.options import json_option, kafka_options, print_line, timeout_option
 from dora.config import KafkaSection
-from dora.consumers.report_reading import read_report
+from dora.consumers.report.reading import read_report
 from dora.errors import DoraError, UsageError
-from dora.whole_file import write_whole
 
 
 @click.command()
@@ -66,7 +66,7 @@ def report(
             if name is not None
         ]
         say("drawing")
-        from dora.cli.report_page import render
+        from dora.consumers.report.page import render
 
         page = render(reports)
     _write(path, page)

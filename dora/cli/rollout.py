@@ -36,8 +36,8 @@ def rollout(config: Config, worker_id: str | None, workers: int | None) -> None:
     from dora.bus.acls import check_rights
     from dora.bus.settings import cluster_settings
     from dora.bus.topics import TopicAdmin, topic_plan
-    from dora.consumers.continuation import check_recorded
-    from dora.producers.rollout import run_workers
+    from dora.log.continuation import check_recorded
+    from dora.producers.worker.process import run_workers
     from dora.telemetry.start import observed
 
     log_to_stderr()

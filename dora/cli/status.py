@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.live import Live
 
 from dora.bus.settings import cluster_settings
-from dora.cli.dashboard import Dashboard, write_svg
-from dora.cli.display import PlainDisplay, render
+from dora.cli.display.dashboard import Dashboard, write_svg
+from dora.cli.display.display import PlainDisplay, render
 from dora.cli.options import json_option, kafka_options, print_line
 from dora.config import KafkaSection
-from dora.consumers.emulation_check import late_share
-from dora.consumers.monitor import RunMonitor
-from dora.consumers.snapshot import Snapshot
+from dora.consumers.monitor.emulation_check import late_share
+from dora.consumers.monitor.monitor import RunMonitor
+from dora.consumers.monitor.snapshot import Snapshot
 from dora.errors import UsageError
 
 # Trajectory records read at most for a look; a longer history is read from the window on.

@@ -14,9 +14,8 @@ from dataclasses import replace
 from dora.bus.reader import BEGINNING, LogReader, Message, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics, TopicAdmin
-from dora.core.audit import Audit
-from dora.core.audit_facts import Versioned
-from dora.core.audit_report import AuditReport
+from dora.core.audit.audit import Audit, Versioned
+from dora.core.audit.report import AuditReport
 from dora.errors import DeadlineError, RunError, TopicError
 from dora.schemas.records import Policy
 

@@ -9,7 +9,7 @@ awaits or loads, however old.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dora.core.process_states import GONE, PATIENT
+from dora.core.processes import GONE, PATIENT
 from dora.schemas.records import Status
 
 

@@ -28,13 +28,7 @@ from dora.schemas.framing import (
     UndecodableRecord,
 )
 from dora.schemas.records import InvalidRecord, Record
-from dora.schemas.registry import (
-    BY_FINGERPRINT,
-    CURRENT,
-    RECORD_TYPES,
-    SCHEMAS,
-    Schema,
-)
+from dora.schemas.registry import BY_FINGERPRINT, CURRENT, RECORD_TYPES, SCHEMAS, Schema
 
 __all__ = ["MAGIC", "SCHEMAS", "UndecodableCode", "UndecodableRecord", "decode", "encode"]
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from prometheus_client.exposition import choose_encoder
 
+from dora.atomic_write import write_whole
 from dora.errors import ConfigError
 from dora.telemetry.exporter import ExportingMeter
-from dora.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 

@@ -21,19 +21,11 @@ from prometheus_client.registry import Collector
 
 from dora.bus.settings import ClusterSettings
 from dora.config import Config
-from dora.core.process_states import GONE, PATIENT, WORKING
-from dora.core.roster import Roster
+from dora.core.processes import GONE, PATIENT, WORKING
+from dora.core.scheduling.workers import Roster
 from dora.core.state import RunState
 from dora.schemas.records import Admission, Command, ProcessState, Record, Status, Step
-from dora.telemetry.catalogue import (
-    COMMON,
-    OTHER,
-    STATES,
-    Metric,
-    bounded,
-    facts_of,
-    of_role,
-)
+from dora.telemetry.catalogue import COMMON, OTHER, STATES, Metric, bounded, facts_of, of_role
 from dora.telemetry.lag import LagProbe
 from dora.telemetry.meter import Meter, Positions
 

@@ -6,7 +6,7 @@ nothing, so that a process whose metrics are off pays for a call and no more.
 
 from collections.abc import Callable, Iterable, Mapping
 
-from dora.core.roster import Roster
+from dora.core.scheduling.workers import Roster
 from dora.core.state import RunState
 from dora.schemas.records import Record, Status, Step
 

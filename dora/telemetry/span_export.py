@@ -13,8 +13,7 @@ from typing import Any
 from dora import __version__
 from dora.errors import ConfigError
 from dora.telemetry.meter import meter
-from dora.telemetry.trace_ids import TraceContext
-from dora.telemetry.tracer import Span, Tracer
+from dora.telemetry.tracer import Span, TraceContext, Tracer
 
 try:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

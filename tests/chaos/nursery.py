@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dora.bus.broker import broker_process
+from dora.broker.local import broker_process
 
 _TICK_SECONDS = 0.02
 

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 from dora.bus import cluster_settings
-from dora.config_file import KafkaOverrides, load_config
-from dora.consumers.replay import replay
-from dora.consumers.run_log import RunLog
+from dora.config.loading import KafkaOverrides, load_config
+from dora.consumers.replay.replay import replay
+from dora.log.run_log import RunLog
 
 
 def main(path: str, address: str) -> None:

@@ -10,11 +10,11 @@ import threading
 import time
 from pathlib import Path
 
+from dora.broker.local import BrokerInfo, broker_process, start_broker
+from dora.broker.process import port_free
 from dora.bus import ClusterSettings, TopicAdmin, cluster_settings, topic_plan
-from dora.bus.broker import BrokerInfo, broker_process, start_broker
-from dora.bus.broker_process import port_free
 from dora.config import Config
-from dora.config_file import KafkaOverrides, load_config
+from dora.config.loading import KafkaOverrides, load_config
 from dora.errors import DoraError
 from tests.chaos.nursery import end_broker
 from tests.chaos.profiles import Profile

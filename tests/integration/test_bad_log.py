@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dora.bus import ClusterSettings, LogWriter, TopicAdmin, topic_plan
-from dora.producers.coordinator import Coordinator
+from dora.producers.coordinator.coordinator import Coordinator
 from dora.schemas.codec import MAGIC, encode
 from dora.schemas.records import Admission, DeadLetter, Step, Trajectory, pack_logprobs, pack_tokens
 from tests import played_trainer as rollout
@@ -232,7 +232,7 @@ def test_a_record_larger_than_the_topic_takes_is_named_with_both_sizes(
 def test_duplicates_read_before_their_admission_are_forgotten(
     settings: ClusterSettings, small: SmallRun, world: World
 ) -> None:
-    from dora.consumers.planner import Planner
+    from dora.consumers.trainer.batch_builder import Planner
     from dora.core.state import RunState
     from dora.core.window import Window
 

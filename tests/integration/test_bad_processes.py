@@ -6,10 +6,10 @@ import threading
 import time
 from pathlib import Path
 
+from dora.broker.local import running_broker, start_broker, stop_broker
 from dora.bus import ClusterSettings, LogWriter, cluster_settings
-from dora.bus.broker import running_broker, start_broker, stop_broker
 from dora.config import KafkaSection
-from dora.consumers.monitor import RunMonitor
+from dora.consumers.monitor.monitor import RunMonitor
 from tests.integration.test_bad_input import started
 from tests.processes import DEADLINE, Process, process, statuses, until
 from tests.run_records import policy, status

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from dora.bench.comparison import COLUMNS
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import TopicAdmin
-from dora.consumers.schedule_comparison import COLUMNS
 from tests.small_run import dora, refused
 
 TINY = """\

@@ -17,10 +17,10 @@ from click.testing import CliRunner, Result
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from dora.bus.broker import broker_log, broker_process, running_broker, start_broker, stop_broker
-from dora.bus.broker_directory import BrokerDirectory, BrokerState, escaped_property, new_cluster_id
-from dora.bus.broker_process import port_free
-from dora.bus.jars import JARS_VARIABLE, cache_directory, fetch_jars, find_java, java_command
+from dora.broker.directory import BrokerDirectory, BrokerState, escaped_property, new_cluster_id
+from dora.broker.jars import JARS_VARIABLE, cache_directory, fetch_jars, find_java, java_command
+from dora.broker.local import broker_log, broker_process, running_broker, start_broker, stop_broker
+from dora.broker.process import port_free
 from dora.cli.main import cli
 from dora.errors import BrokerError, UsageError
 

@@ -8,7 +8,7 @@ import pytest
 
 from dora.config import Config
 from dora.consumers.audit import audit_run
-from dora.consumers.trainer import Trainer
+from dora.consumers.trainer.trainer import Trainer
 from dora.schemas.records import Step, Trajectory
 from tests.played_trainer import Cluster, check_log, coordinate, running, work
 

@@ -19,6 +19,7 @@ import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
+from dora.broker.local import start_broker, stop_broker
 from dora.bus import (
     BEGINNING,
     END,
@@ -32,7 +33,6 @@ from dora.bus import (
     TransactionalWriter,
     Unreadable,
 )
-from dora.bus.broker import start_broker, stop_broker
 from dora.errors import BusError, ConfigError, DeadlineError, FencedError, TopicError
 from dora.schemas.records import Admission, DeadLetter
 

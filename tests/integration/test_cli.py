@@ -14,8 +14,8 @@ from dora.bus import ClusterSettings, LogReader, LogWriter, RunTopics, TopicAdmi
 from dora.bus.reader import Message
 from dora.cli.main import cli
 from dora.config import Config
-from dora.consumers.monitor import RunMonitor
-from dora.consumers.run_view import RunView
+from dora.consumers.monitor.monitor import RunMonitor
+from dora.consumers.monitor.run_view import RunView
 from dora.core.ring import partition
 from dora.schemas.records import Admission, DeadLetter, SlotOffset, Step, Trajectory
 from tests.run_records import (

@@ -12,15 +12,9 @@ from confluent_kafka.admin import AdminClient
 
 from dora.bus import ClusterSettings, cluster_settings
 from dora.config import KafkaSection
-from dora.config_registry import RegistrySection
+from dora.config.registry import RegistrySection
 from dora.schemas.codec import decode, encode
-from dora.schemas.records import (
-    Admission,
-    DeadLetter,
-    Record,
-    Trajectory,
-    unpack_tokens,
-)
+from dora.schemas.records import Admission, DeadLetter, Record, Trajectory, unpack_tokens
 from tests import written_run
 from tests.brokers import Cluster
 from tests.connect_worker import ROOT, ConnectWorker, Lake, connector, make_topic

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from dora.bus import ClusterSettings, LogWriter
-from dora.consumers.heartbeat import Heartbeat
-from dora.consumers.trainer import Trainer
+from dora.consumers.trainer.heartbeat import Heartbeat
+from dora.consumers.trainer.trainer import Trainer
 from dora.schemas.records import Status
 from dora.weights import store
 from tests.processes import statuses

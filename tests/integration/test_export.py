@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from dora.bus import LogWriter
-from dora.consumers.export_rows import SOURCE_KEY, Source
-from dora.consumers.export_targets import UNFINISHED as DRAFT
-from dora.consumers.run_log import RunLog
+from dora.consumers.export.rows import SOURCE_KEY, Source
+from dora.consumers.export.targets import UNFINISHED as DRAFT
+from dora.log.run_log import RunLog
 from dora.schemas.records import GroupRef, SampleRef, Step, unpack_logprobs, unpack_tokens
 from tests.brokers import Cluster
 from tests.exports import (

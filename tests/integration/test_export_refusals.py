@@ -10,8 +10,8 @@ from pathlib import Path
 import filelock
 import pytest
 
-from dora.consumers.export_targets import LOCK
-from dora.consumers.export_targets import UNFINISHED as DRAFT
+from dora.consumers.export.targets import LOCK
+from dora.consumers.export.targets import UNFINISHED as DRAFT
 from dora.core import ring
 from tests.brokers import Cluster
 from tests.exports import CLOSED, FORMATS, export, exported, rows, summary, visible, write, written

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dora.bus import ClusterSettings, LogReader, LogWriter
-from dora.cli.supervisor import FENCED
-from dora.consumers.trainer import Trainer
+from dora.cli.run.supervisor import FENCED
+from dora.consumers.trainer.trainer import Trainer
 from dora.schemas.records import Admission, Command, Policy, RunStarted, Step
 from tests.integration.test_bad_input import started
 from tests.played_trainer import running

@@ -12,7 +12,7 @@ import pytest
 
 from dora.bus import ClusterSettings, RunTopics
 from dora.consumers.audit import audit_run
-from dora.core.emulation_check import emulation_warning
+from dora.core.processes import emulation_warning
 from dora.errors import DoraError
 from dora.schemas.records import Status
 from tests.processes import statuses

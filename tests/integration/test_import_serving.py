@@ -11,14 +11,14 @@ import pytest
 
 from dora.bus import ClusterSettings
 from dora.bus.topics import TopicAdmin, topic_plan
-from dora.cli.replay_toml import to_toml
+from dora.cli.replay.toml import to_toml
 from dora.config import Config
 from dora.consumers.audit import audit_run
-from dora.consumers.import_files import FileRow, find_files
-from dora.consumers.import_recording import FileRecording, trajectory_of
-from dora.consumers.run_log import RunLog
-from dora.consumers.trainer import Trainer
+from dora.consumers.trainer.trainer import Trainer
 from dora.errors import RunError, UsageError
+from dora.log.run_log import RunLog
+from dora.producers.replay.exported import FileRecording, trajectory_of
+from dora.producers.tasks.import_files import FileRow, find_files
 from tests.configurations import emulated
 from tests.exported_rows import group, rows_of
 from tests.small_run import dora, refused
@@ -94,7 +94,7 @@ def train(settings: ClusterSettings, config: Config) -> None:
 
 def exported_lines(directory: Path, *changes: dict[str, Any]) -> list[Path]:
     """A file of two groups, with `changes` to its rows in turn."""
-    from dora.consumers.export_jsonl import lines
+    from dora.consumers.export.jsonl import lines
 
     batch = rows_of([*group(0, 0, [0.0, 1.0]), *group(0, 1, [0.0, 1.0])])
     rows = [json.loads(line) for line in lines(batch)]

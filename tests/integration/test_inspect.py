@@ -8,7 +8,7 @@ import pytest
 from click.testing import Result
 
 from dora.bus import ClusterSettings, TopicAdmin, cluster_settings, topic_plan
-from dora.cli.inspect_command import show_trajectory
+from dora.cli.inspect.inspect import show_trajectory
 from dora.config import KafkaSection
 from tests.brokers import Cluster
 from tests.small_run import dora, refused, small_model

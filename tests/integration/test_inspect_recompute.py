@@ -13,11 +13,11 @@ from click.testing import Result
 
 from dora.bus import TopicAdmin, cluster_settings, topic_plan
 from dora.config import KafkaSection
-from dora.consumers.batches import sample_of
-from dora.consumers.learner import Learner
-from dora.consumers.recomputation import PolicyScorer, Recomputation, token_entropies
-from dora.consumers.run_log import RunLog
+from dora.consumers.inspect.recomputation import PolicyScorer, Recomputation, token_entropies
+from dora.consumers.learner.batches import sample_of
+from dora.consumers.learner.learner import Learner
 from dora.errors import RunError, WeightsError
+from dora.log.run_log import RunLog
 from dora.schemas.records import Trajectory, VersionRun, unpack_logprobs
 from tests.brokers import Cluster
 from tests.integration.test_learner import config as learner_settings

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from dora.errors import CanaryError, WeightsError
 from dora.producers.engines.vllm import VllmEngine
-from dora.producers.installation import Installer
+from dora.producers.worker.hosting import Installer
 from dora.schemas.records import Policy, pack_logprobs, pack_tokens
 from dora.weights.canary import canary_tokens
 from dora.weights.models import copy_companions

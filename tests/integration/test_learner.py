@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from dora.config import Config
-from dora.consumers.advantages import group_advantages
-from dora.consumers.batches import Sample
-from dora.consumers.learner import Learner
+from dora.consumers.learner.batches import Sample, group_advantages
+from dora.consumers.learner.learner import Learner
 from dora.errors import ConfigError, PolicyError, WeightsError
 from dora.weights.tensors import read_tensors, weights_checksum, write_tensors
 

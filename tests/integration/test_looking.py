@@ -12,8 +12,9 @@ from click.testing import Result
 from rich.console import Console
 
 from dora.bus import ClusterSettings, cluster_settings
+from dora.cli.tail import text as tail_text
 from dora.config import KafkaSection
-from dora.consumers.monitor import RunMonitor
+from dora.consumers.monitor.monitor import RunMonitor
 from tests.brokers import Cluster
 from tests.small_run import dora, make_model, refused
 from tests.spoken_run import STEPS, TAKEN_OVER, UNFINISHED, UNSCORED, SpokenRun
@@ -228,7 +229,6 @@ def test_without_the_tokenizer_tokens_are_numbers_and_it_is_said_once(spoken: Sp
 def test_a_terminal_shows_several_trajectories_with_their_rewards(
     spoken: SpokenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dora.cli import tail_text
 
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=80, height=24, color_system=None)

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from dora.errors import CanaryError, DoraError, PolicyError, WeightsError
 from dora.producers.engines.base import Delta, Request, Sampling
 from dora.producers.engines.vllm import VllmEngine
-from dora.producers.engines.vllm_adapters import VllmAdapterEngine
-from dora.producers.installation import Installer
+from dora.producers.engines.vllm_lora import VllmAdapterEngine
+from dora.producers.worker.hosting import Installer
 from dora.schemas.records import Policy, pack_logprobs, pack_tokens
 from dora.weights.adapters import write_adapter
 from dora.weights.canary import canary_tokens

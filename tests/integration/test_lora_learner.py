@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dora.config import Config
-from dora.consumers.learner import Learner
+from dora.consumers.learner.learner import Learner
 from dora.errors import PolicyError
 from dora.weights.adapters import check_adapter, model_shapes, write_adapter, write_adapter_config
 from dora.weights.tensors import read_tensors, weights_checksum

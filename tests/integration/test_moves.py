@@ -5,7 +5,7 @@ import pytest
 
 from dora.config import Config
 from dora.consumers.audit import audit_run
-from dora.core.audit_report import AuditReport
+from dora.core.audit.report import AuditReport
 from dora.core.window import Blocked, pick_batch
 from dora.schemas.records import Admission, Chunk, Command, Status, Trajectory
 from tests.played_trainer import Cluster, check_log, coordinate, running, work

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
+from dora.broker.process import free_port
 from dora.bus import ClusterSettings, cluster_settings
-from dora.bus.broker_process import free_port
 from dora.bus.reader import BEGINNING, LogReader, Message
 from dora.config import KafkaSection
 from dora.core.ring import trajectory_id
 from dora.schemas.records import Chunk, Command, RunStarted, Step, Trajectory
-from dora.telemetry.trace_ids import generation_span, scoring_span, trace_of, training_span
+from dora.telemetry.tracer import generation_span, scoring_span, trace_of, training_span
 from tests.brokers import Cluster
 from tests.prometheus_server import (
     Prometheus,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from dora.broker.local import running_broker, start_broker, stop_broker
 from dora.bus import ClusterSettings, cluster_settings
-from dora.bus.broker import running_broker, start_broker, stop_broker
-from dora.cli.supervisor import FENCED
+from dora.cli.run.supervisor import FENCED
 from dora.config import KafkaSection
 from dora.schemas.records import Step
 from tests.processes import process, until

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from dora.bus.broker_process import free_port
+from dora.broker.process import free_port
 from dora.config import Config
-from dora.consumers import ranks
-from dora.consumers.ranks import Leader, Member, join
+from dora.consumers.learner import ranks
+from dora.consumers.learner.ranks import Leader, Member, join
 from dora.errors import ConfigError, RankError
 
 TIMEOUT = 6.0

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from dora.bus import ClusterSettings, LogReader, LogWriter, cluster_settings
 from dora.bus.topics import TopicAdmin, topic_plan
 from dora.config import Config, KafkaSection
-from dora.consumers.recovery import fetch_steps
-from dora.consumers.replay import ReplayReport
-from dora.consumers.replay import replay as train_again
-from dora.consumers.replay_metrics import COMPARED, NOT_COMPARED
-from dora.consumers.replay_plan import make_plan
-from dora.consumers.run_log import RunLog
+from dora.consumers.replay.metrics import COMPARED, NOT_COMPARED
+from dora.consumers.replay.plan import make_plan
+from dora.consumers.replay.replay import ReplayReport
+from dora.consumers.replay.replay import replay as train_again
+from dora.consumers.trainer.recovery import fetch_steps
 from dora.errors import RunError
+from dora.log.run_log import RunLog
 from dora.schemas.records import DeadLetter
 from tests.brokers import Cluster
 from tests.small_run import dora, refused
@@ -79,7 +79,7 @@ def test_a_whole_run_is_redone_bit_by_bit_from_log_and_starting_model(
     trained: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = ends(trained), files(trained)
-    monkeypatch.setattr("dora.consumers.replay.TRAJECTORIES_AT_ONCE", 8)
+    monkeypatch.setattr("dora.consumers.replay.replay.TRAJECTORIES_AT_ONCE", 8)
     progress: list[tuple[int, int]] = []
     config = trained.config(steps=STEPS, checkpoint_every=2)
     run = RunLog(trained.settings, trained.name)

@@ -15,14 +15,14 @@ from dora.bus import ClusterSettings, LogWriter, cluster_settings
 from dora.bus.topics import TopicAdmin, topic_plan
 from dora.config import Config, KafkaSection
 from dora.consumers.audit import audit_run
-from dora.consumers.monitor import RunMonitor
-from dora.consumers.replay_recording import Recording
-from dora.consumers.replay_serving import ReplayServer, ServingReport
-from dora.consumers.run_log import RunLog
-from dora.consumers.trainer import Trainer
-from dora.core.audit_report import AuditReport
+from dora.consumers.monitor.monitor import RunMonitor
+from dora.consumers.trainer.trainer import Trainer
+from dora.core.audit.report import AuditReport
 from dora.errors import DeadlineError, RunError
-from dora.producers.coordinator import Coordinator
+from dora.log.run_log import RunLog
+from dora.producers.coordinator.coordinator import Coordinator
+from dora.producers.replay.recording import Recording
+from dora.producers.replay.serving import ReplayServer, ServingReport
 from dora.schemas.records import Admission, Step
 from tests.brokers import Cluster
 from tests.played_trainer import VOCABULARY, worker
@@ -191,7 +191,7 @@ def test_a_trainer_takes_the_recorded_steps_again(source: Source) -> None:
 def test_a_serving_that_died_goes_on_from_the_log_without_doubling_anything(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dora.consumers.replay_serving.RECORDS_AT_ONCE", 3)
+    monkeypatch.setattr("dora.producers.replay.serving.RECORDS_AT_ONCE", 3)
     name = source.next_name()
     config = source.config(name)
     broken = source.server(config)

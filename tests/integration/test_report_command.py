@@ -13,10 +13,10 @@ import pytest
 
 from dora.bus import ClusterSettings, LogWriter, TopicAdmin, cluster_settings, topic_plan
 from dora.config import KafkaSection
-from dora.consumers import report_reading
-from dora.consumers.report_reading import read_report
-from dora.consumers.run_log import RunLog
+from dora.consumers.report import reading as report_reading
+from dora.consumers.report.reading import read_report
 from dora.errors import DeadlineError
+from dora.log.run_log import RunLog
 from dora.schemas.records import DeadLetter
 from tests.brokers import Cluster
 from tests.pages import parsed

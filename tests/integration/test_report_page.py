@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dora.cli.report_page import render
+from dora.consumers.report.page import render
 from tests.browser import Page, browser_page, find_browser
 from tests.report_runs import MadeUpRun, clean_audit
 

@@ -13,15 +13,15 @@ from confluent_kafka.admin import (
 )
 
 from dora.bus import ClusterSettings, LogReader, LogWriter
-from dora.consumers.chunk_signs import ChunkSigns, Search
-from dora.consumers.ledger import read_ledger
-from dora.consumers.retention import check_ledger, check_retention
+from dora.consumers.monitor.chunk_progress import ChunkSigns, Search
+from dora.consumers.trainer.retention import check_ledger, check_retention
 from dora.core import ring
-from dora.core.prefixes import Prefix
+from dora.core.scheduling.prefixes import Prefix
 from dora.core.state import RunState
 from dora.core.window import Window
 from dora.errors import RunError
-from dora.producers.takeover import Lost, scan
+from dora.log.ledger import read_ledger
+from dora.producers.coordinator.takeover import Lost, scan
 from dora.schemas.records import (
     Admission,
     Chunk,

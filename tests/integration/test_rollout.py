@@ -10,16 +10,15 @@ from dataclasses import replace
 import pytest
 
 from dora.bus.writer import LogWriter
-from dora.config_emulation import EmulatedSection
+from dora.config.emulation import EmulatedSection
 from dora.core.ring import worker_partition
 from dora.errors import FencedError, RunError
-from dora.producers.claim import claim_worker_ids
-from dora.producers.coordinator import Coordinator
-from dora.producers.emulated_scoring import EmulatedScorer
+from dora.producers.coordinator.coordinator import Coordinator
 from dora.producers.engines import Engine
 from dora.producers.engines.base import Delta, Request
 from dora.producers.engines.emulated import EmulatedEngine, EmulatedSpec
-from dora.producers.scoring import Scored
+from dora.producers.worker.scoring import EmulatedScorer, Scored
+from dora.producers.worker.worker_id_lock import claim_worker_ids
 from dora.schemas.records import Admission, Command, DeadLetter, Status, Step, Trajectory
 from tests.played_trainer import Cluster, check_log, coordinate, running, work
 

@@ -7,9 +7,9 @@ import pytest
 
 from dora.bus import ClusterSettings, LogWriter, TopicAdmin, cluster_settings, topic_plan
 from dora.config import KafkaSection
-from dora.consumers.run_log import RunLog
 from dora.core import ring
 from dora.errors import RunError, TopicError
+from dora.log.run_log import RunLog
 from dora.schemas.records import unpack_tokens
 from tests.brokers import Cluster
 from tests.run_records import policy, step

@@ -16,6 +16,7 @@ from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
 from confluent_kafka.schema_registry.avro import AvroDeserializer
 from confluent_kafka.serialization import MessageField, SerializationContext
 
+from dora.broker.process import free_port
 from dora.bus import (
     ClusterSettings,
     LogReader,
@@ -26,10 +27,9 @@ from dora.bus import (
     Unreadable,
     cluster_settings,
 )
-from dora.bus.broker_process import free_port
 from dora.bus.schema_registry import COMPATIBILITY, SchemaRegistry
 from dora.config import KafkaSection
-from dora.config_registry import RegistrySection
+from dora.config.registry import RegistrySection
 from dora.errors import ConfigError, DoraError, RegistryError, RegistryRefusal
 from dora.schemas.codec import encode
 from dora.schemas.registry import FULL_NAMES, RECORD_TYPES, current_text

@@ -13,7 +13,7 @@ import pytest
 
 from dora.config import TaskSection
 from dora.errors import TaskError
-from dora.producers.scoring import Scored, Scorer
+from dora.producers.worker.scoring import Scored, Scorer
 from tests.waiting import until
 
 DEADLINE = 90.0
@@ -196,7 +196,7 @@ def test_verifier_processes_end_when_their_parent_is_killed(home: Path) -> None:
         "import time\n"
         "from pathlib import Path\n"
         "from dora.config import TaskSection\n"
-        "from dora.producers.scoring import Scorer\n"
+        "from dora.producers.worker.scoring import Scorer\n"
         "if __name__ == '__main__':\n"
         "    task = TaskSection(kind='jsonl', path='x', verifier='verifier_under_test:judge',\n"
         "                       verifier_timeout_seconds=600)\n"

@@ -11,8 +11,8 @@ import torch
 from pydantic import ValidationError
 
 from dora.config import Config
-from dora.consumers.batches import Sample
-from dora.consumers.learner import Learner
+from dora.consumers.learner.batches import Sample
+from dora.consumers.learner.learner import Learner
 from dora.errors import PolicyError
 from tests.integration.test_learner import config, groups, make_model
 

@@ -3,7 +3,7 @@
 import shutil
 import threading
 
-from dora.consumers.trainer import Trainer
+from dora.consumers.trainer.trainer import Trainer
 from dora.schemas.records import Status
 from tests.training_world import K, World, fed, model, world
 from tests.waiting import until

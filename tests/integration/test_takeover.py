@@ -10,17 +10,17 @@ import pytest
 
 from dora.bus.writer import LogWriter
 from dora.config import Config
-from dora.config_emulation import EmulatedSection
+from dora.config.emulation import EmulatedSection
 from dora.consumers.audit import audit_run
-from dora.core.coordination import Coordination
 from dora.core.ring import slot_partitions, worker_partition
+from dora.core.scheduling.coordination import Coordination
 from dora.errors import MissingWeightsError
-from dora.producers.coordinator import rules_of
+from dora.producers.coordinator.coordinator import rules_of
+from dora.producers.coordinator.log_follower import RunFold
+from dora.producers.coordinator.takeover import Lost, scan
 from dora.producers.engines import Engine
 from dora.producers.engines.base import Delta, Request
 from dora.producers.engines.emulated import EmulatedEngine, EmulatedSpec
-from dora.producers.run_fold import RunFold
-from dora.producers.takeover import Lost, scan
 from dora.schemas.records import (
     Admission,
     Chunk,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dora.consumers.trainer import Trainer
+from dora.consumers.trainer.trainer import Trainer
 from dora.errors import DeadlineError, FencedError, RunError
 from dora.schemas.records import DeadLetter, Policy, RunStarted
 from dora.weights.store import WeightStore

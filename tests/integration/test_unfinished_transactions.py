@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from confluent_kafka import Producer
 
+from dora.broker.local import running_broker, start_broker, stop_broker
 from dora.bus import ClusterSettings, LogReader, TransactionalWriter, cluster_settings
-from dora.bus.broker import running_broker, start_broker, stop_broker
 from dora.bus.settings import transactional_properties
 from dora.bus.topic_plan import TopicSpec
 from dora.bus.topics import TopicAdmin

@@ -3,7 +3,7 @@ Kafka, emulated engine; the test plays trainer and coordinator)."""
 
 from dora.bus.writer import LogWriter
 from dora.config import Config
-from dora.config_emulation import EmulatedSection
+from dora.config.emulation import EmulatedSection
 from dora.core.ring import worker_partition
 from dora.producers.engines import Engine
 from dora.producers.engines.emulated import EmulatedEngine, EmulatedSpec

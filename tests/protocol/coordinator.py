@@ -3,11 +3,12 @@
 from dataclasses import dataclass, field
 
 from dora.core import ring
-from dora.core.coordination import Coordination, Decision, Rules
-from dora.core.prefixes import Prefix, PrefixCollector
-from dora.core.process_states import GONE
+from dora.core.processes import GONE
 from dora.core.ring import trajectory_id
-from dora.producers.record_maker import RecordMaker
+from dora.core.scheduling.coordination import Coordination
+from dora.core.scheduling.prefixes import Prefix, PrefixCollector
+from dora.core.scheduling.scheduler import Decision, Rules
+from dora.producers.coordinator.records import RecordMaker
 from dora.schemas.records import Admission, Chunk, Command, Policy, Record, Status, Trajectory
 from tests.protocol.log import (
     CHUNKS,

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dora.core.audit import Audit
-from dora.core.audit_report import AuditReport
+from dora.core.audit.audit import Audit
+from dora.core.audit.report import AuditReport
 from dora.schemas.records import Admission, Command, Policy, Record, RunStarted, Step
 
 RUN = "r"

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 from dora.config import Config
-from dora.core.coordination import Rules
-from dora.core.schedules import Schedule
+from dora.core.scheduling.scheduler import Rules
+from dora.core.scheduling.schedules import Schedule
 from dora.core.window import Window
-from dora.producers.record_maker import RecordMaker
+from dora.producers.coordinator.records import RecordMaker
 from tests.protocol.coordinator import ModelCoordinator
 from tests.protocol.log import RUN, Crash, Fenced, SimulatedLog
 from tests.protocol.trainer import ModelTrainer

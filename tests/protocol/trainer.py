@@ -3,19 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dora.config_training import LossSection
-from dora.consumers.planner import Decision, Planner
+from dora.config.trainer import LossSection
+from dora.consumers.trainer.batch_builder import Decision, Planner
 from dora.core.ring import slot_partitions
 from dora.core.state import RunState
 from dora.core.window import Window
-from dora.schemas.records import (
-    Admission,
-    Policy,
-    RunStarted,
-    SlotOffset,
-    Step,
-    Trajectory,
-)
+from dora.schemas.records import Admission, Policy, RunStarted, SlotOffset, Step, Trajectory
 from tests.protocol.log import (
     CHUNKS,
     DISPATCH,

@@ -1,4 +1,4 @@
-"""A rollout worker as `dora.producers.worker` behaves, without engine, clock or Kafka.
+"""A rollout worker as `dora.producers.worker.worker` behaves, without engine, clock or Kafka.
 
 What it sends waits in an outbox per partition, each acknowledged on its own, so that a crash may
 lose the end of any of them. A worker that is given no turns is frozen; when it gets turns again it
@@ -10,10 +10,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from dora.core import ring
-from dora.core.holdings import holding
+from dora.core.scheduling.workers import holding
 from dora.producers.engines.base import Delta
-from dora.producers.generation import Attempt
 from dora.producers.tasks.base import Prompt
+from dora.producers.worker.attempt import Attempt
 from dora.schemas.records import Command, Policy, ProcessState, Record, Sampling, Status
 from tests.protocol.log import (
     CHUNKS,

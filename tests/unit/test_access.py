@@ -12,15 +12,7 @@ import pytest
 from confluent_kafka import KafkaError
 
 import dora.bus
-from dora.bus.access import (
-    CLUSTER,
-    ROLES,
-    Right,
-    default_principal,
-    grants,
-    principal_of,
-    script,
-)
+from dora.bus.access import CLUSTER, ROLES, Right, default_principal, grants, principal_of, script
 from dora.bus.failures import is_passing, missing_rights
 from dora.bus.settings import ClusterSettings, is_secret, redacted
 from dora.bus.topic_plan import SUFFIXES, RunTopics

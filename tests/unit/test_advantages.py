@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from dora.consumers.advantages import group_advantages
+from dora.consumers.learner.batches import group_advantages
 from dora.core.groups import has_signal
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from dora.core import ring
-from dora.core.audit import Audit
-from dora.core.audit_report import KINDS
+from dora.core.audit.audit import Audit
+from dora.core.audit.report import KINDS
 from dora.schemas.records import Admission, VersionRun, pack_logprobs, pack_tokens
 from tests.damaged_log import (
     LANES,

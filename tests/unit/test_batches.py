@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from dora.config_training import LossSection, OptimizerSection
-from dora.consumers.batches import (
+from dora.config.trainer import LossSection, OptimizerSection
+from dora.consumers.learner.batches import (
     MicroBatch,
     Sample,
     denominator,
@@ -16,16 +16,10 @@ from dora.consumers.batches import (
     token_weights,
     unit_weights,
 )
-from dora.consumers.schedule import learning_rate
-from dora.consumers.shares import part_of, plan_update
+from dora.consumers.learner.microbatches import learning_rate
+from dora.consumers.learner.sharding import part_of, plan_update
 from dora.errors import RecordError
-from dora.schemas.records import (
-    Sampling,
-    Trajectory,
-    VersionRun,
-    pack_logprobs,
-    pack_tokens,
-)
+from dora.schemas.records import Sampling, Trajectory, VersionRun, pack_logprobs, pack_tokens
 
 
 def trajectory(

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from dora.cli.bench_plots import plot_curves, plot_schedules
-from dora.cli.bench_real import summary_of
-from dora.cli.bench_workload import Workload, load_source, plans, preset_workload, run_source
+from dora.bench.comparison import Span, Timeline
+from dora.bench.plots import plot_curves, plot_schedules
+from dora.cli.bench.real import summary_of
+from dora.cli.bench.workload import Workload, load_source, plans, preset_workload, run_source
 from dora.config import Config
-from dora.config_file import KafkaOverrides
-from dora.consumers.schedule_comparison import Span, Timeline
-from dora.core.cluster_presets import PRESETS, RIVALS
+from dora.config.loading import KafkaOverrides
+from dora.simulation.presets import PRESETS, RIVALS
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

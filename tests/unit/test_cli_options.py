@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from dora.cli.main import COMMANDS, LazyGroup, cli
 from dora.cli.options import ConfigSource, config_argument, config_source, kafka_options
 from dora.config import Config, KafkaSection
-from dora.config_file import load_config
+from dora.config.loading import load_config
 from dora.errors import FencedError, RunError
 from tests.configurations import MINIMAL
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from dora.config import Config
-from dora.config_file import load_config
+from dora.config.loading import load_config
 from tests.manifests import ROOT, local_kafka, schema, understood
 
 OPS = ROOT / "ops"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dora.config_file import KafkaOverrides, load_config, load_kafka_section, read_properties
+from dora.config.loading import KafkaOverrides, load_config, load_kafka_section, read_properties
 from dora.errors import ConfigError
 from tests.configurations import MINIMAL
 

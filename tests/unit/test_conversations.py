@@ -9,7 +9,7 @@ import pytest
 
 from dora.config import Config
 from dora.errors import TaskError
-from dora.producers.conversations import RunTexts, prompt_text
+from dora.producers.tasks.prompts import RunTexts, prompt_text
 from tests.run_records import G
 
 FRONT = 1

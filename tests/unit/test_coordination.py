@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from dora.core.coordination import Coordination, Rules
-from dora.core.holdings import holding
-from dora.core.placement import Switch
-from dora.core.prefixes import Prefix
+from dora.core.scheduling.coordination import Coordination
+from dora.core.scheduling.placement import Switch
+from dora.core.scheduling.prefixes import Prefix
+from dora.core.scheduling.scheduler import Rules
+from dora.core.scheduling.workers import holding
 from dora.core.window import Window
 from dora.schemas.records import Command, Record, Status, pack_logprobs, pack_tokens
 from tests.run_records import admission, places_of, run_started, step, trajectory

@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from dora.cli.dashboard import Dashboard, merge, picture, write_svg
-from dora.cli.dashboard_charts import bar, chart, condensed
-from dora.consumers.process_view import ProcessView
-from dora.consumers.recent_incidents import SHOWN, RecentIncident, RecentIncidents
-from dora.consumers.run_view import RunView
-from dora.consumers.snapshot import Snapshot, StepPoint, VersionBacklog
+from dora.cli.display.charts import bar, chart, condensed
+from dora.cli.display.dashboard import Dashboard, merge, picture, write_svg
+from dora.consumers.monitor.incidents import SHOWN, RecentIncident, RecentIncidents
+from dora.consumers.monitor.run_view import RunView
+from dora.consumers.monitor.snapshot import Snapshot, StepPoint, VersionBacklog
+from dora.log.presence import ProcessView
 from dora.schemas.records import Command, DeadLetter, Record, pack_logprobs, pack_tokens
 from tests.run_records import admission, places_of, policy, run_started, status, step, trajectory
 from tests.unit.test_display import alive, fold, two_steps

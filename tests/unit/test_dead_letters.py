@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from dora.bus.dead_letters import dead_letter
-from dora.bus.messages import Message, Unreadable
+from dora.bus.reader import Message, Unreadable
+from dora.log.dead_letters import dead_letter
 from dora.schemas.codec import encode
 from dora.schemas.records import DeadLetter
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dora.core.device import Device, DeviceSpec, Progress
+from dora.simulation.device import Device, DeviceSpec, Progress
 
 
 @dataclass

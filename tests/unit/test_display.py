@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 
 from dora.bus.reader import Message, Unreadable
-from dora.cli.display import PlainDisplay, duration, learning_curve, render
-from dora.cli.record_lines import as_line, as_object, version_of
-from dora.cli.supervisor import ChildView
-from dora.consumers.run_view import RunView
-from dora.consumers.snapshot import Snapshot
-from dora.consumers.summary import summarize, write_summary
+from dora.cli.display.display import PlainDisplay, duration, learning_curve, render
+from dora.cli.run.supervisor import ChildView
+from dora.cli.tail.lines import as_line, as_object, version_of
+from dora.consumers.monitor.run_view import RunView
+from dora.consumers.monitor.snapshot import Snapshot
+from dora.consumers.monitor.summary import summarize, write_summary
 from dora.schemas.records import Command, DeadLetter, Record, RunStarted, Step
 from tests.run_records import admission, places_of, policy, run_started, status, step, trajectory
 

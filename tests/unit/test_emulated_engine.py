@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dora.config import Config
-from dora.config_emulation import EmulatedSection
+from dora.config.emulation import EmulatedSection
 from dora.errors import DoraError, PolicyError, WeightsError
 from dora.producers.engines import create_engine
 from dora.producers.engines.base import Delta, Request, Sampling, complete, refusal, resumed_seed

@@ -10,15 +10,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dora.cli.export import wanted_versions
-from dora.consumers import export_rows
-from dora.consumers.export_jsonl import JsonlTarget, lines
-from dora.consumers.export_rows import SCHEMA, Source, batch_of, batches
-from dora.consumers.export_run import spans
-from dora.consumers.export_targets import DirectoryTarget, ParquetTarget
-from dora.consumers.run_log import Placed
-from dora.consumers.trajectory_rows import Fate, Fates
+from dora.cli.export.export import wanted_versions
+from dora.consumers.export import rows as export_rows
+from dora.consumers.export.jsonl import JsonlTarget, lines
+from dora.consumers.export.rows import Source, batch_of, batches
+from dora.consumers.export.run import spans
+from dora.consumers.export.targets import DirectoryTarget, ParquetTarget
+from dora.consumers.inspect.rows import Fate, Fates
 from dora.errors import RunError, UsageError
+from dora.log.run_log import Placed
+from dora.log.table_schema import SCHEMA
 from dora.schemas.records import Trajectory, VersionRun, pack_logprobs, pack_tokens
 from tests.run_records import admission, run_started, trajectory
 

@@ -5,9 +5,10 @@ Cases that need weights, processes or a disk are tested where these are.
 
 from dataclasses import replace
 
-from dora.consumers.planner import NO_SIGNAL
-from dora.core.audit_report import AuditReport
-from dora.core.coordination import Coordination, Rules
+from dora.consumers.trainer.batch_builder import NO_SIGNAL
+from dora.core.audit.report import AuditReport
+from dora.core.scheduling.coordination import Coordination
+from dora.core.scheduling.scheduler import Rules
 from dora.core.window import Window
 from dora.schemas.records import Admission, Command, Status, Step, Trajectory
 from tests.protocol.log import DISPATCH, JOURNAL, STATUSES, TRAJECTORIES

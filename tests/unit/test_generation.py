@@ -4,18 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.core.prefixes import PrefixCollector
+from dora.core.scheduling.prefixes import PrefixCollector
 from dora.producers.engines.base import Delta
-from dora.producers.generation import Attempt
 from dora.producers.tasks.base import Prompt
-from dora.schemas.records import (
-    Chunk,
-    Command,
-    Sampling,
-    VersionRun,
-    pack_logprobs,
-    pack_tokens,
-)
+from dora.producers.worker.attempt import Attempt
+from dora.schemas.records import Chunk, Command, Sampling, VersionRun, pack_logprobs, pack_tokens
 
 SAMPLING = Sampling(1.0, 1.0, 0, 64, (39,), None)
 

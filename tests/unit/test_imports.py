@@ -11,58 +11,31 @@ import dora
 
 ROOT = Path(dora.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
-SHARED = {
-    "closing",
-    "config",
-    "config_emulation",
-    "config_observability",
-    "config_registry",
-    "config_rollout",
-    "config_schedule",
-    "config_section",
-    "config_training",
-    "config_file",
-    "errors",
-    "faults",
-    "json_lines",
-    "whole_file",
-    "",
-}  # "" is the package itself: its version
+# What every package may use: the configuration, errors, small helpers, and "" for dora's version.
+SHARED = {"config", "errors", "faults", "closeable", "atomic_write", "json_lines", ""}
+RULES = {"schemas", "core", *SHARED}
+LOG = {"log", "telemetry", "bus", "weights", *RULES}
 
 # Which parts of dora each part may import, itself included.
 ALLOWED = {
     "schemas": {"schemas"},
     "core": {"core", "schemas.records"},
-    "bus": {"bus", "schemas", "core"} | SHARED,
-    "weights": {"weights", "schemas", "core"} | SHARED,
-    "telemetry": {"telemetry", "bus", "schemas", "core"} | SHARED,
-    "producers": {"producers", "telemetry", "bus", "weights", "schemas", "core"} | SHARED,
-    "consumers": {"consumers", "telemetry", "bus", "weights", "schemas", "core"} | SHARED,
-    "cli": {"cli", "producers", "consumers", "telemetry", "bus", "weights", "schemas", "core"}
-    | SHARED,
-    "config": {
-        "config",
-        "config_emulation",
-        "config_observability",
-        "config_registry",
-        "config_rollout",
-        "config_schedule",
-        "config_section",
-        "config_training",
-    },
-    "config_training": {"config_training", "config_emulation", "config_section"},
-    "config_emulation": {"config_section"},
-    "config_observability": {"config_section"},
-    "config_registry": {"config_section"},
-    "config_rollout": {"config_emulation", "config_section"},
-    "config_schedule": {"config_section"},
-    "config_section": set(),
-    "config_file": {"config_file", "config", "errors", "schemas", "core"},
-    "closing": set(),
+    "config": {"config", "errors", "schemas", "core"},
+    "simulation": {"simulation", "core", "schemas.records"},
+    "bus": {"bus", *RULES},
+    "broker": {"broker", "bus", *RULES},
+    "weights": {"weights", *RULES},
+    "telemetry": {"telemetry", "bus", *RULES},
+    "log": LOG,
+    "producers": {"producers", "simulation", *LOG},
+    "consumers": {"consumers", *LOG},
+    "bench": {"bench", "simulation", "consumers", *LOG},
+    "cli": {"cli", "bench", "broker", "simulation", "producers", "consumers", *LOG},
+    "closeable": set(),
+    "atomic_write": set(),
     "errors": {"errors"},
     "faults": {"faults", "errors"},
     "json_lines": set(),
-    "whole_file": set(),
     "__init__": set(),
     "__main__": {"cli"},
 }
@@ -108,11 +81,11 @@ def test_imports_never_point_upwards(path: Path) -> None:
     assert not wrong, f"{path.relative_to(ROOT)} may import {sorted(allowed)} only, not {wrong}"
 
 
-def test_core_imports_the_standard_library_records_and_itself_only() -> None:
+def test_core_and_simulation_import_the_standard_library_records_and_core_only() -> None:
     wrong = [
         f"{path.name} line {line}: {name}"
         for path in MODULES
-        if part(path) == "core"
+        if part(path) in {"core", "simulation"}
         for line, name in imported(path)
         if name.split(".")[0] not in {*sys.stdlib_module_names, "dora"}
     ]
@@ -122,11 +95,11 @@ def test_core_imports_the_standard_library_records_and_itself_only() -> None:
 @pytest.mark.parametrize(
     "module", ["time", "datetime", "random", "secrets", "uuid", "socket", "os", "io", "pathlib"]
 )
-def test_core_has_no_clock_no_randomness_and_no_input(module: str) -> None:
+def test_core_and_simulation_have_no_clock_no_randomness_and_no_input(module: str) -> None:
     wrong = [
         f"{path.name} line {line}: {name}"
         for path in MODULES
-        if part(path) == "core"
+        if part(path) in {"core", "simulation"}
         for line, name in imported(path)
         if name.split(".")[0] == module
     ]

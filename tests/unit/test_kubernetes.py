@@ -14,9 +14,9 @@ from deepspeed.launcher import launch
 
 from dora.bus.access import ROLES, default_principal
 from dora.cli.main import INCOMPLETE
-from dora.cli.supervisor import FENCED, USAGE
+from dora.cli.run.supervisor import FENCED, USAGE
 from dora.config import Config
-from dora.config_file import load_config
+from dora.config.loading import load_config
 from tests.manifests import (
     KUBERNETES,
     ROOT,

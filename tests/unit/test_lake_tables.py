@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
 
-from dora.consumers.export_delta import DeltaTarget
-from dora.consumers.export_iceberg import IcebergTarget
-from dora.consumers.export_rows import SOURCE_KEY
+from dora.consumers.export.delta import DeltaTarget
+from dora.consumers.export.iceberg import IcebergTarget
+from dora.consumers.export.rows import SOURCE_KEY
 from dora.errors import ExportError, UsageError
 from tests.exported_rows import source, version_rows
 from tests.lakes import counted, delta, iceberg, iceberg_table, silent

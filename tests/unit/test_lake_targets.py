@@ -11,10 +11,10 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from dora.consumers.export_delta import DeltaTarget
-from dora.consumers.export_iceberg import IcebergTarget
-from dora.consumers.export_rows import SCHEMA
+from dora.consumers.export.delta import DeltaTarget
+from dora.consumers.export.iceberg import IcebergTarget
 from dora.errors import ExportError, InUseError, UsageError
+from dora.log.table_schema import SCHEMA
 from tests.exported_rows import Broken, broken_rows, source, version_rows
 from tests.lakes import Open, counted, delta, iceberg, iceberg_table, open_lake, table_of
 
@@ -156,7 +156,7 @@ def test_what_was_deleted_from_a_table_does_not_come_back(tmp_path: Path, open_l
 
 @pytest.mark.parametrize(
     ("package", "module"),
-    [("deltalake", "dora.consumers.export_delta"), ("pyiceberg", "dora.consumers.export_iceberg")],
+    [("deltalake", "dora.consumers.export.delta"), ("pyiceberg", "dora.consumers.export.iceberg")],
 )
 def test_a_missing_package_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, package: str, module: str

@@ -5,9 +5,9 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.consumers.ledger import History, resume
 from dora.core.state import RunState
 from dora.core.window import Window
+from dora.log.ledger import History, resume
 from dora.schemas.records import Admission, Step
 from tests import run_records
 from tests.run_records import B, G, K

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dora.core.lengths import Lengths
 from dora.errors import PolicyError
 from dora.producers.engines.emulated_spec import read_lengths
+from dora.simulation.lengths import Lengths
 
 COUNT = 20_000
 

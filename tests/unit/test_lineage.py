@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dora.config import Config
-from dora.config_file import load_config
+from dora.config.loading import load_config
 from dora.errors import ConfigError
 from dora.schemas.records import GroupRef, SampleRef, Step
 from dora.telemetry import lineage as lineages

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from dora.config_training import LossSection
-from dora.consumers.logprobs import token_logprobs
-from dora.consumers.losses import TokenTerms, policy_loss
+from dora.config.trainer import LossSection
+from dora.consumers.learner.logprobs import token_logprobs
+from dora.consumers.learner.losses import TokenTerms, policy_loss
 
 RATIOS = [0.5, 0.9, 1.0, 1.1, 1.5, 4.0]
 

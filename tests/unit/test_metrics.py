@@ -14,9 +14,9 @@ import pytest
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dora.bus.broker_process import free_port
+from dora.broker.process import free_port
 from dora.config import Config
-from dora.core.roster import Roster
+from dora.core.scheduling.workers import Roster
 from dora.core.state import RunState, finished_facts
 from dora.core.window import Window
 from dora.errors import ConfigError
@@ -317,8 +317,9 @@ def test_a_process_is_watched_while_it_runs_and_only_if_asked(
 
 def test_what_is_off_is_not_imported() -> None:
     code = (
-        "import sys, dora.cli.main, dora.producers.coordinator, dora.producers.worker, "
-        "dora.consumers.step_reports, dora.consumers.heartbeat, dora.telemetry.start\n"
+        "import sys, dora.cli.main, dora.telemetry.start\n"
+        "import dora.producers.coordinator.coordinator, dora.producers.worker.worker\n"
+        "import dora.consumers.trainer.step_reports, dora.consumers.trainer.heartbeat\n"
         "print([m for m in sys.modules if m.split('.')[0] in "
         "('prometheus_client', 'opentelemetry', 'tensorboard', 'torch')])"
     )

@@ -1,6 +1,6 @@
 """Versions at work at the same time."""
 
-from dora.core.overlap import VersionSpans
+from dora.core.step_metrics import VersionSpans
 
 
 def spans(*times: tuple[int, int, int]) -> VersionSpans:

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dora.core.assignment import Assignment, Situation, assign
-from dora.core.placement import Plan, Unplaced, WorkerView, due_evaluations
-from dora.core.pool import Pool
-from dora.core.waiting import Waiting
+from dora.core.scheduling.pending import Unplaced, Waiting
+from dora.core.scheduling.placement import Assignment, Plan, Situation, assign, due_evaluations
+from dora.core.scheduling.pool import Pool, WorkerView
 
 FEW = settings(max_examples=60, deadline=None)
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from dora.config_training import LossSection
-from dora.consumers.batch_metrics import batch_metrics
-from dora.consumers.planner import Planner, Prepared, prepare_samples
+from dora.config.trainer import LossSection
+from dora.consumers.learner.batches import batch_metrics
+from dora.consumers.trainer.batch_builder import Planner, Prepared, prepare_samples
 from dora.core import ring
 from dora.core.state import RunState
 from dora.core.window import Window

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from dora.consumers.export_preferences import Messages, PreferenceTarget, choose, schema_of
+from dora.consumers.export.preferences import Messages, PreferenceTarget, choose, schema_of
 from dora.core.preferences import Choice
 from dora.errors import TaskError, UsageError
 from dora.schemas.records import Trajectory, pack_tokens

@@ -1,6 +1,6 @@
 """What a takeover finds in the chunk log."""
 
-from dora.core.prefixes import PrefixCollector
+from dora.core.scheduling.prefixes import PrefixCollector
 from dora.schemas.records import Chunk, pack_logprobs, pack_tokens
 from tests.run_records import SAMPLING
 

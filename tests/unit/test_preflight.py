@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dora.cli.preflight import preflight
+from dora.cli.run.preflight import preflight
 from tests.configurations import emulated
 
 

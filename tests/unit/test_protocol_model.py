@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from dora.core.schedules import Schedule
+from dora.core.scheduling.schedules import Schedule
 from tests.protocol.coordinator import ModelCoordinator
 from tests.protocol.log import CHUNKS, TRAJECTORIES, Crash
 from tests.protocol.run import ModelRun, Reward, signal

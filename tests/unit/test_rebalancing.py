@@ -6,15 +6,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dora.core.coordination import Coordination, Decision, Rules
-from dora.core.holdings import holding
-from dora.core.placement import WorkerView
-from dora.core.pool import Pool
-from dora.core.prefixes import Prefix
-from dora.core.rebalancing import Rebalancing, shares
-from dora.core.schedules import Schedule
-from dora.core.speeds import FASTEST, Speeds
-from dora.core.waiting import Waiting
+from dora.core.scheduling.coordination import Coordination
+from dora.core.scheduling.estimates import FASTEST, Speeds
+from dora.core.scheduling.pending import Waiting
+from dora.core.scheduling.pool import Pool, WorkerView
+from dora.core.scheduling.prefixes import Prefix
+from dora.core.scheduling.rebalancing import Rebalancing, shares
+from dora.core.scheduling.scheduler import Decision, Rules
+from dora.core.scheduling.schedules import Schedule
+from dora.core.scheduling.workers import holding
 from dora.core.window import Window
 from dora.schemas.records import (
     Chunk,

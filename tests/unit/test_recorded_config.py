@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dora.config import Config, KafkaSection
-from dora.consumers.recorded_config import recorded_config
 from dora.errors import ConfigError, RunError
+from dora.log.recorded_config import recorded_config
 from tests.run_records import run_started
 
 KAFKA = KafkaSection(bootstrap_servers="here:9092")

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from dora.config_training import RecoverySection, TrainerSection
-from dora.consumers.recovery import Deviation, check_allowed, largest_difference
+from dora.config.trainer import RecoverySection, TrainerSection
+from dora.consumers.trainer.recovery import Deviation, check_allowed, largest_difference
 from dora.errors import RunError
 
 ANNOUNCED = {"a": torch.tensor([1.0, -2.0]), "b": torch.zeros(2), "c": torch.zeros(0)}

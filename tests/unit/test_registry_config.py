@@ -10,10 +10,10 @@ import pytest
 from dora.bus.schema_registry import SchemaRegistry
 from dora.bus.settings import cluster_settings
 from dora.cli.options import ConfigSource, registry_arguments
-from dora.cli.replay_toml import to_toml
+from dora.cli.replay.toml import to_toml
 from dora.config import Config
-from dora.config_file import KafkaOverrides, load_config, load_kafka_section
-from dora.config_registry import RegistrySection
+from dora.config.loading import KafkaOverrides, load_config, load_kafka_section
+from dora.config.registry import RegistrySection
 from dora.errors import ConfigError
 from tests.configurations import MINIMAL
 

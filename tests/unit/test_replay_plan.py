@@ -9,20 +9,21 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dora.cli.replay_tables import show
-from dora.cli.replay_toml import to_toml
+from dora.cli.replay.tables import show
+from dora.cli.replay.toml import to_toml
 from dora.config import Config
-from dora.config_file import load_config
-from dora.consumers.replay import ReplayReport, batches
-from dora.consumers.replay_metrics import (
+from dora.config.loading import load_config
+from dora.consumers.replay.metrics import (
     COMPARED,
     NOT_COMPARED,
     FirstDifference,
     ReplayedStep,
     compared,
 )
-from dora.consumers.replay_plan import check_sets, gone, parse_steps
+from dora.consumers.replay.plan import check_sets, parse_steps
+from dora.consumers.replay.replay import ReplayReport, batches
 from dora.errors import UsageError
+from dora.log.retention import gone
 from dora.schemas.records import Step
 from tests.run_records import admission, step
 

@@ -5,15 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dora.cli.report_bars import outlines, stretches
-from dora.cli.report_page import VERSIONS_SHOWN, key_numbers, render, shown_versions
-from dora.cli.report_text import compact, duration, short, size
-from dora.consumers.recent_incidents import RecentIncidents
-from dora.consumers.report_data import Difference, RunReport, differing, flattened, other_task
-from dora.consumers.report_incidents import EVENTS_KEPT, IncidentFold
-from dora.consumers.report_statistics import CURVE_POINTS
-from dora.consumers.report_timeline import TimelineFold, natural
-from dora.consumers.schedule_log import Occupancy
+from dora.consumers.monitor.incidents import RecentIncidents
+from dora.consumers.report.bars import outlines, stretches
+from dora.consumers.report.data import Difference, RunReport, differing, flattened, other_task
+from dora.consumers.report.incidents import EVENTS_KEPT, IncidentFold
+from dora.consumers.report.page import VERSIONS_SHOWN, key_numbers, render, shown_versions
+from dora.consumers.report.statistics import CURVE_POINTS
+from dora.consumers.report.svg import compact, duration, short, size
+from dora.consumers.report.timeline import TimelineFold, natural
+from dora.log.schedule_log import Occupancy
 from dora.schemas.records import Command, CommandKind, DeadLetter
 from tests.pages import parsed
 from tests.report_runs import K, MadeUpRun, clean_audit

@@ -7,7 +7,7 @@ from array import array
 import numpy as np
 import pytest
 
-from dora.consumers.report_statistics import (
+from dora.consumers.report.statistics import (
     Moments,
     Point,
     TimeBins,

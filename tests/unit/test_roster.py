@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dora.core.holdings import holding
-from dora.core.roster import Roster
+from dora.core.scheduling.workers import Roster, holding
 from dora.schemas.records import Command, Status
 
 READY = Status(

@@ -2,9 +2,9 @@
 
 import pytest
 
-from dora.consumers.schedule_comparison import RunResult, compare, limits, timeline
-from dora.consumers.schedule_log import Occupancy, ScheduleLog
-from dora.consumers.schedule_measures import Emulation, Measures, Overhead, measure, merged, overlap
+from dora.bench.comparison import RunResult, compare, limits, timeline
+from dora.bench.measures import Emulation, Measures, Overhead, measure, merged, overlap
+from dora.log.schedule_log import Occupancy, ScheduleLog
 from dora.schemas.records import (
     Admission,
     Command,

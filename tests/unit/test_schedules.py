@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from dora.config import Config
-from dora.core.coordination import Coordination, Decision, Rules
-from dora.core.history import REMEMBERED, History
-from dora.core.schedules import Schedule
+from dora.core.scheduling.coordination import Coordination
+from dora.core.scheduling.estimates import REMEMBERED, History
+from dora.core.scheduling.scheduler import Decision, Rules
+from dora.core.scheduling.schedules import Schedule
 from dora.core.window import Window
-from dora.producers.prompt_identity import prompt_identity
+from dora.producers.tasks.prompts import prompt_identity
 from dora.schemas.records import Command, Status
 from tests.run_records import admission, places_of, run_started, step, trajectory
 

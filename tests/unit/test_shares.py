@@ -7,9 +7,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.config_training import LossSection
-from dora.consumers.batches import Sample, group_samples
-from dora.consumers.shares import (
+from dora.config.trainer import LossSection
+from dora.consumers.learner.batches import Sample, group_samples
+from dora.consumers.learner.sharding import (
     describe_share,
     part_of,
     part_of_share,

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from dora.core.coordination import Rules
-from dora.core.device import DeviceSpec
-from dora.core.schedules import Schedule
-from dora.core.simulation import Simulated, Simulation, Stuck, simulate
-from dora.core.simulation_scenario import Change, Scenario
+from dora.core.scheduling.scheduler import Rules
+from dora.core.scheduling.schedules import Schedule
 from dora.core.window import Window
+from dora.simulation.device import DeviceSpec
+from dora.simulation.scenario import Change, Scenario
+from dora.simulation.simulator import Simulated, Simulation, Stuck, simulate
 
 
 def scenario(bound: int = 0, **changes: object) -> Scenario:

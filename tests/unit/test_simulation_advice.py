@@ -9,11 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from dora.cli.main import cli
-from dora.cli.simulate_workload import config_workload, measured_workload, resized
-from dora.core.advice import Case, Verdict, advise, best_splits, judge, slice_of
-from dora.core.cluster_presets import PRESETS, Preset, preset_named, schedule_variant
-from dora.core.simulation_cases import Impossible, Workload, check, scenario_of, with_measured
+from dora.cli.simulate.workload import config_workload, measured_workload, resized
 from dora.errors import UsageError
+from dora.simulation.advice import Case, Verdict, advise, best_splits, judge, slice_of
+from dora.simulation.presets import PRESETS, Preset, preset_named, schedule_variant
+from dora.simulation.scenario import Impossible, Workload, check, scenario_of, with_measured
 
 SMALL = Preset(
     "small", "a few short samples", devices=4, training_seconds=20.0, groups_per_step=8,

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dora.cli.patience import telling
-from dora.cli.supervisor import ChildSpec, SupervisionError, Supervisor
+from dora.cli.run.log_while_waiting import telling
+from dora.cli.run.supervisor import ChildSpec, SupervisionError, Supervisor
 from tests.waiting import until
 
 DEADLINE = 30.0
@@ -214,14 +214,14 @@ def test_children_end_with_a_killed_supervisor(tmp_path: Path) -> None:
     note = tmp_path / "child"
     child = f"""
         import os, pathlib, time
-        from dora.cli.lifeline import follow_supervisor
+        from dora.cli.parent_watch import follow_supervisor
         follow_supervisor()
         pathlib.Path({str(note)!r}).write_text(str(os.getpid()))
         while True: time.sleep(60)
         """
     program = f"""
         import pathlib, sys, textwrap, time
-        from dora.cli.supervisor import ChildSpec, Supervisor
+        from dora.cli.run.supervisor import ChildSpec, Supervisor
         spec = ChildSpec("p", (sys.executable, "-c", textwrap.dedent({child!r})))
         supervisor = Supervisor(
             [spec], pathlib.Path({str(tmp_path)!r}), max_restarts=0, on_event=print

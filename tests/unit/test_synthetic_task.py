@@ -4,9 +4,9 @@ import pytest
 
 from dora.config import Config
 from dora.errors import TaskError
-from dora.producers.fleet import fleet_names
 from dora.producers.tasks.base import create_task
-from dora.producers.tokenization import stop_token_ids, tokenizer_of
+from dora.producers.tasks.tokenization import stop_token_ids, tokenizer_of
+from dora.producers.worker.process import fleet_names
 
 
 def configured(**task: object) -> Config:

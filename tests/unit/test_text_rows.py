@@ -5,10 +5,9 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from dora.cli.tail_text import as_line
-from dora.cli.text_rows import QUIET_SECONDS, TextRows, TextScreen, readable, row_lines
-from dora.core.detokenization import Detokenizer
-from dora.core.transcripts import Piece, Transcript
+from dora.cli.tail.text import as_line
+from dora.cli.tail.text_rows import QUIET_SECONDS, TextRows, TextScreen, readable, row_lines
+from dora.core.transcripts import Detokenizer, Piece, Transcript
 
 
 def script(identity: str, text: str = "", begin: int = 0) -> Transcript:

@@ -9,13 +9,13 @@ import pytest
 
 from dora.config import PolicySection
 from dora.errors import PolicyError
-from dora.producers.tokenization import load_tokenizer
+from dora.producers.tasks.tokenization import load_tokenizer
 from tests.small_run import VOCABULARY, make_model
 
 LOAD = """
 import sys
 from dora.config import PolicySection
-from dora.producers.tokenization import load_tokenizer
+from dora.producers.tasks.tokenization import load_tokenizer
 load_tokenizer(PolicySection(model=sys.argv[1]))
 sys.exit("torch" in sys.modules)
 """

@@ -5,11 +5,12 @@ import time
 
 import pytest
 
-from dora.consumers.step_reports import spans_of
-from dora.producers.group_traces import GroupTraces
+from dora.consumers.trainer.step_reports import spans_of
+from dora.producers.coordinator.group_traces import GroupTraces
 from dora.telemetry import span_export
 from dora.telemetry.span_export import ExportingTracer
-from dora.telemetry.trace_ids import (
+from dora.telemetry.tracer import (
+    Span,
     TraceContext,
     admission_span,
     generation_span,
@@ -17,7 +18,6 @@ from dora.telemetry.trace_ids import (
     scoring_span,
     trace_of,
 )
-from dora.telemetry.tracer import Span
 from tests.run_records import G, admission, places_of, step, trajectory
 from tests.span_receiver import span_receiver
 

@@ -13,8 +13,7 @@ import pytest
 from dora.config import Config
 from dora.schemas.records import Step
 from dora.telemetry import trackers as tracking
-from dora.telemetry.tracker_kinds import TensorBoard, WeightsAndBiases
-from dora.telemetry.trackers import TrackedRun, Trackers, values_of
+from dora.telemetry.trackers import TensorBoard, TrackedRun, Trackers, WeightsAndBiases, values_of
 from tests.configurations import emulated
 from tests.run_records import run_started
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from dora.consumers.run_log import Placed
-from dora.consumers.trajectory_conditions import all_hold, parse_condition
-from dora.consumers.trajectory_rows import Fate, Row, row_of, sort_rows
+from dora.consumers.inspect.conditions import all_hold, parse_condition
+from dora.consumers.inspect.rows import Fate, Row, row_of, sort_rows
 from dora.errors import UsageError
+from dora.log.run_log import Placed
 from tests.run_records import admission, trajectory
 
 ROW = row_of(Placed(0, 7, trajectory(admission(4, 2))), Fate("trained", 4, 1))

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from dora.cli.inspect_render import coloured, show_view, style_of
-from dora.consumers.run_log import Placed
-from dora.consumers.trajectory_rows import Fate
-from dora.consumers.trajectory_sources import Sources, advantages_of, token_texts, view_of
-from dora.consumers.trajectory_view import Scores, Token, TrajectoryView, text_of, with_scores
+from dora.cli.inspect.render import coloured, show_view, style_of
+from dora.consumers.inspect.rows import Fate
+from dora.consumers.inspect.sources import Sources, advantages_of, token_texts, view_of
+from dora.consumers.inspect.view import Scores, Token, TrajectoryView, text_of, with_scores
+from dora.log.run_log import Placed
 from dora.schemas.records import Chunk, Command, VersionRun, pack_logprobs, pack_tokens
 from tests.run_records import SAMPLING, admission, run_started, trajectory
 

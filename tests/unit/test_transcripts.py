@@ -7,8 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dora.core.detokenization import Decode, Detokenizer
-from dora.core.transcripts import Piece, Transcripts
+from dora.core.transcripts import Decode, Detokenizer, Piece, Transcripts
 from dora.schemas.records import Chunk, Trajectory, VersionRun, pack_logprobs, pack_tokens
 from tests.run_records import SAMPLING, admission, trajectory
 

@@ -6,9 +6,9 @@ from io import StringIO
 from rich.console import Console
 
 from dora.bus.reader import Message
-from dora.cli.record_lines import as_line
-from dora.cli.rescore_display import Change, Outcome, show
-from dora.cli.visible_text import visible
+from dora.cli.console import visible
+from dora.cli.rescore.display import Change, Outcome, show
+from dora.cli.tail.lines import as_line
 from dora.core.rescoring import Rescored, compare
 from tests.run_records import admission, trajectory
 

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from dora.bus.reader import Message
-from dora.cli.display import waiting_lines
+from dora.cli.display.display import waiting_lines
 from dora.cli.status import as_object
-from dora.consumers.run_view import RunView
-from dora.consumers.snapshot import Snapshot
-from dora.consumers.waits import Sign, Wait
+from dora.consumers.monitor.run_view import RunView
+from dora.consumers.monitor.snapshot import Snapshot
+from dora.consumers.monitor.waits import Sign, Wait
 from dora.schemas.records import Command, Record
 from tests.run_records import (
     admission,

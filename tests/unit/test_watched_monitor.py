@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dora.bus.reader import Message
-from dora.cli.watched_monitor import WatchedMonitor
-from dora.consumers.run_view import RunView
+from dora.cli.run.watched_monitor import WatchedMonitor
+from dora.consumers.monitor.run_view import RunView
 from dora.errors import BusError
 from tests.run_records import run_started, status
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dora.consumers.checkpoints import Checkpoints
+from dora.consumers.trainer.checkpoints import Checkpoints
 from dora.errors import PolicyError, WeightsError
 from dora.schemas.records import Policy, WeightFile, pack_logprobs, pack_tokens
 from dora.weights.canary import canary_tokens, check

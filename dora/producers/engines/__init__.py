@@ -60,7 +60,7 @@ def create_engine(
         from dora.producers.engines.vllm import VllmEngine
 
         return VllmEngine(**arguments)
-    from dora.producers.engines.vllm_adapters import VllmAdapterEngine
+    from dora.producers.engines.vllm_lora import VllmAdapterEngine
 
     return VllmAdapterEngine(
         model_directory(config.policy.model),

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dora.config import Config
-from dora.config_emulation import EmulatedSection
-from dora.core.device import DeviceSpec
-from dora.core.lengths import Lengths
+from dora.config.emulation import EmulatedSection
 from dora.errors import PolicyError
+from dora.simulation.device import DeviceSpec
+from dora.simulation.lengths import Lengths
 
 log = logging.getLogger(__name__)
 

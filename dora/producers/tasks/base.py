@@ -25,7 +25,7 @@ CACHED_PROMPTS = 1024
 
 
 class TextTokenizer(Protocol):
-    """What a task needs of a tokenizer; `dora.producers.tokenization.Tokenizer` has it."""
+    """What a task needs of a tokenizer; `dora.producers.tasks.tokenization.Tokenizer` has it."""
 
     def encode(self, text: str, *, special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of the text."""

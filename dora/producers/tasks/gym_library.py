@@ -1,9 +1,4 @@
-"""The reasoning-gym library, loaded no further than a task needs it.
-
-Invariant: importing this module and loading one task imports neither dora's configuration nor the
-rest of the library, so that verifier processes start in tenths of a second. Parameters that a task
-does not have or accept, and names that the library does not know, are TaskErrors.
-"""
+""" """
 
 import difflib
 import importlib
@@ -17,6 +12,7 @@ from typing import Any
 from dora.errors import TaskError
 
 LIBRARY = "reasoning_gym"
+
 
 _NAME = re.compile(r"""^DATASET_NAME\s*=\s*["']([^"']+)["']""", re.MULTILINE)
 

@@ -22,6 +22,13 @@ from dora.producers.tasks.base import (
 )
 from dora.producers.tasks.gym_library import load_dataset
 
+# The reasoning-gym library, loaded no further than a task needs it.
+#
+# Invariant: importing this module and loading one task imports neither dora's configuration nor
+# the rest of the library, so that verifier processes start in tenths of a second. Parameters that
+# a task does not have or accept, and names that the library does not know, are TaskErrors.
+
+
 DEFAULT_SIZE = 10_000
 ATTEMPTS = 4_000
 KEPT_PAGES = 4

@@ -1,0 +1,148 @@
+"""`dora import`: prompts for a task, or trajectories for a trainer, from files."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dora.atomic_write import write_whole
+from dora.cli.console import waiting
+from dora.cli.imports.serving import serve_files
+from dora.cli.options import cluster_options, json_option, print_line, sets_option, wait_option
+from dora.config import PolicySection
+from dora.config.loading import KafkaOverrides
+from dora.errors import UsageError
+from dora.producers.tasks.import_files import find_files
+from dora.producers.tasks.import_prompts import Columns, Decode, Prompts, prompts_of
+
+
+@click.command(name="import")
+@click.argument(
+    "paths", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="TASK.jsonl",
+    help="Make the prompts of a task of task.kind = jsonl.",
+)
+@click.option("--prompt-field", metavar="NAME", help="Column with the prompt.")
+@click.option("--answer-field", metavar="NAME", help="Column with the reference answer.")
+@click.option("--keep", multiple=True, metavar="NAME", help="A column to keep; may be repeated.")
+@click.option(
+    "--min-reward", type=float, metavar="R", help="Leave out rows with less reward, or without."
+)
+@click.option(
+    "--tokenizer",
+    metavar="MODEL",
+    help="Directory or name of the model whose tokenizer made prompts that are token ids.",
+)
+@click.option(
+    "--serve",
+    "config_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="CONFIG",
+    help="Feed the exported trajectories to the trainer of CONFIG's run.",
+)
+@sets_option("With --serve: override a key of CONFIG; may be repeated.")
+@wait_option
+@cluster_options
+@json_option
+def import_command(
+    paths: tuple[Path, ...],
+    out: Path | None,
+    prompt_field: str | None,
+    answer_field: str | None,
+    keep: tuple[str, ...],
+    min_reward: float | None,
+    tokenizer: str | None,
+    config_path: Path | None,
+    sets: tuple[str, ...],
+    wait: float,
+    overrides: KafkaOverrides,
+    broker_directory: Path,
+    as_json: bool,
+) -> None:
+    """Make prompts for a run of FILEs (JSON lines, Parquet, or directories of them), or feed a
+    trainer with the trajectories that `dora export` wrote there.
+
+    With --out every prompt is written once, in the order of its first occurrence, with its
+    reference answer. With --serve the trajectories take the place of coordinator and workers, as
+    with `dora replay --serve`, but from files: the log that they came from may be gone.
+    """
+    if (out is None) == (config_path is None):
+        raise UsageError("give --out FILE for prompts, or --serve CONFIG for trajectories")
+    if config_path is not None:
+        if prompt_field or answer_field or keep or tokenizer or min_reward is not None:
+            raise UsageError("--serve takes trajectories as they are: leave the others out")
+        serve_files(paths, config_path, sets, wait, overrides, broker_directory, as_json)
+        return
+    assert out is not None
+    files = find_files(paths)
+    with waiting(f"reading {len(files)} files", quiet=as_json):
+        decode = None if tokenizer is None else _decode(tokenizer)
+        columns = Columns(prompt_field, answer_field, keep)
+        made = prompts_of(files, columns, least=min_reward, decode=decode)
+        new = _write(out, made)
+    if as_json:
+        print_line(json.dumps(_summary(out, made, new)))
+        return
+    state = "" if new else " (it was there already)"
+    print_line(f"{out}: {len(made.items):,} prompts from {made.rows:,} rows{state}")
+    if made.repeated:
+        print_line(
+            f"{made.repeated:,} rows repeat a prompt, {made.conflicting:,} of them with another "
+            "answer"
+        )
+    if made.unsuited:
+        print_line(f"{made.unsuited:,} rows left out: too little reward, or a held-out prompt")
+    if made.conversations:
+        print_line("prompts are conversations: set task.chat_template = true")
+
+
+def _summary(out: Path, made: Prompts, new: bool) -> dict[str, Any]:
+    return {
+        "out": str(out),
+        "prompts": len(made.items),
+        "rows": made.rows,
+        "repeated": made.repeated,
+        "conflicting": made.conflicting,
+        "left_out": made.unsuited,
+        "conversations": made.conversations,
+        "written": new,
+    }
+
+
+def _write(out: Path, made: Prompts) -> bool:
+    """Write the data set; False if it is there already. UsageError if something else is."""
+    text = "".join(made.lines())
+    try:
+        if out.exists():
+            if out.read_bytes() != text.encode():
+                raise UsageError(
+                    f"{out} exists and holds something else",
+                    hint="Name another file: a data set that a run uses must not change.",
+                )
+            return False
+        write_whole(out, text)
+    except OSError as error:
+        raise UsageError(f"cannot write {out}: {error.strerror}") from error
+    return True
+
+
+def _decode(model: str) -> Decode:
+    from dora.producers.tasks.prompts import prompt_text
+    from dora.producers.tasks.tokenization import load_tokenizer
+
+    tokenizer = load_tokenizer(PolicySection(model=model))
+    highest = tokenizer.highest_id
+
+    def decode(token_ids: Sequence[int]) -> str:
+        for token in token_ids:
+            if not 0 <= token <= highest:
+                raise ValueError(f"{token} is no token of {model} (0 to {highest})")
+        return prompt_text(tokenizer, token_ids)
+
+    return decode

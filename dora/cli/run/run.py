@@ -1,0 +1,72 @@
+"""`dora run`: a whole run on this machine, with live progress."""
+
+import json
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dora.cli.options import config_argument, config_source, json_option
+from dora.config import Config
+from dora.errors import RunError
+
+
+@click.command()
+@config_argument(broker=False)
+@click.option("--dry-run", is_flag=True, help="Check everything and say what would be started.")
+@click.option("--plain", is_flag=True, help="Lines instead of a picture, also on a terminal.")
+@click.option(
+    "--stop-broker",
+    is_flag=True,
+    help="Stop the local broker at the end if this command started it.",
+)
+@json_option
+def run(config: Config, dry_run: bool, plain: bool, stop_broker: bool, as_json: bool) -> None:
+    """Run everything that CONFIG describes on this machine, until trainer.steps are committed.
+
+    Starts a local Kafka broker if no cluster is given, makes the model and the topics if they are
+    missing, then starts coordinator, trainer and rollout workers and keeps them alive. Interrupted
+    or crashed, the same command goes on where the log ends. At the end it writes summary.json,
+    and audits the run. With --json the summary goes to standard output and all else to
+    standard error.
+    """
+    # A command that only checks must not import what runs processes and reads the log.
+    if dry_run:
+        _dry_run(config, as_json)
+        return
+    from dora.cli.run.local_run import LocalRun
+
+    console = Console(stderr=as_json)
+    local = LocalRun(config, config_source(), console, plain=plain, stop_broker=stop_broker)
+    summary, verdict = local.execute()
+    if as_json:
+        click.echo(json.dumps(summary, indent=2))
+    if not verdict:
+        raise RunError(
+            f"the audit of run {config.run.name} found violations",
+            hint=f"See `dora audit {config.run.name}`.",
+        )
+
+
+def _dry_run(config: Config, as_json: bool) -> None:
+    from dora.cli.run.preflight import preflight
+
+    checks = preflight(config, config_source().broker_directory)
+    problems = [check for check in checks if check.outcome == "problem"]
+    if as_json:
+        rows = [
+            {"subject": check.subject, "outcome": check.outcome, "detail": check.detail}
+            for check in checks
+        ]
+        click.echo(json.dumps({"run": config.run.name, "ok": not problems, "checks": rows}))
+    else:
+        table = Table(box=None, padding=(0, 2), show_header=False)
+        styles = {"ok": "green", "plan": "yellow", "problem": "bold red"}
+        words = {"ok": "ok", "plan": "would", "problem": "problem"}
+        for check in checks:
+            outcome = Text(words[check.outcome], style=styles[check.outcome])
+            table.add_row(check.subject, outcome, Text(check.detail))
+        Console().print(table)
+    if problems:
+        raise RunError(f"{len(problems)} problems; nothing was started")

@@ -1,0 +1,160 @@
+"""The sections of the configuration that shape the training.
+
+Invariant: a section's values are checked when it is made, and never change.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from dora.config.emulation import EmulatedTrainerSection
+from dora.config.section import Positive, Seconds, Section
+
+
+class LoraSection(Section):
+    """Low-rank adaptation (LoRA, arXiv 2106.09685)."""
+
+    rank: Positive = 16
+    """Rank of the adapter."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Scale of the adapter: its product is multiplied by alpha / rank."""
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Names of the linear layers that are adapted; `all-linear` is all but the output head."""
+
+
+class LossSection(Section):
+    """The policy-gradient loss; `consumers/learner/losses.py` names each option's source."""
+
+    kind: Literal["grpo", "gspo", "cispo"] = "grpo"
+    """Ratio per token and clipped (grpo), per sequence (gspo), or clipped weight (cispo)."""
+    advantage_std: bool = True
+    """Divide a group's advantages by the standard deviation of its rewards."""
+    normalization: Literal["token", "sequence", "constant"] = "token"
+    """Mean over all tokens, mean of sequence means, or sum over a constant length."""
+    constant_length: Positive | None = None
+    """Divisor of `constant` normalisation; by default rollout.max_new_tokens."""
+    clip_low: Annotated[float, Field(gt=0)] = 0.2
+    """Ratios below 1 - clip_low give no gradient when the advantage is negative."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """Ratios above 1 + clip_high give no gradient when the advantage is positive."""
+    clip_dual: Annotated[float, Field(gt=1)] | None = None
+    """Triplet clipping: upper bound of the ratio for negative advantages."""
+    importance_cap: Annotated[float, Field(gt=0)] | None = None
+    """Truncated importance weight between engine and trainer: weights above it are cut to it."""
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL penalty to the starting policy; 0 keeps no reference model."""
+    mask_overlong: bool = False
+    """Leave trajectories out of the loss that were cut at max_new_tokens."""
+    drop_no_signal: bool = False
+    """Dynamic sampling: set groups aside whose rewards are all equal, so that each batch is full
+    of groups with signal."""
+
+
+class OptimizerSection(Section):
+    """AdamW and its schedule."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of Adam's moments."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Adam's epsilon."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer updates over which the learning rate rises linearly from zero."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """What the learning rate does after warm-up, until trainer.steps."""
+    gradient_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest norm of the gradient."""
+
+
+class TrainerSection(Section):
+    """The trainer."""
+
+    steps: Positive
+    """Committed steps after which the run is complete."""
+    updates_per_step: Positive = 1
+    """Optimizer updates in one step; must divide window.groups_per_step."""
+    max_tokens_per_micro_batch: Positive = 16_384
+    """Token budget of one forward and backward pass, padding included."""
+    checkpoint_every: Positive = 1
+    """Steps between full DeepSpeed checkpoints; the steps after the last are redone on recovery."""
+    keep_checkpoints: Positive = 2
+    """Newest checkpoints that are kept."""
+    deterministic: bool = True
+    """Use deterministic algorithms, so that a redo gives identical weights."""
+    threads: Positive = 1
+    """CPU only: threads of the trainer."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    deepspeed: dict[str, Any] = {}
+    """DeepSpeed configuration, merged over what dora sets (`zero_optimization.stage` and so on)."""
+    batch_timeout_seconds: Seconds = 1800.0
+    """How long to wait for an admissible batch before the trainer stops and says what it lacks."""
+    ranks: Positive = 1
+    """Trainer processes on this machine that share each step, started by DeepSpeed's launcher. For
+    several machines start `dora train` with a launcher that sets RANK and WORLD_SIZE."""
+    rank_timeout_seconds: Seconds = 300.0
+    """How long a rank waits for the others before all of them stop."""
+    streamed: bool = False
+    """Begin forward and backward passes on groups as they finish, and update once the batch is
+    complete; the same gradients, up to rounding, sooner. For one rank; not
+    with ZeRO stage 3 or float16."""
+    engine: Literal["deepspeed", "emulated"] = "deepspeed"
+    """What trains: DeepSpeed, or a latency model that waits and leaves the weights as they are."""
+    emulated: EmulatedTrainerSection = EmulatedTrainerSection()
+    """Parameters of the emulated trainer."""
+    loss: LossSection = LossSection()
+    """The loss."""
+    optimizer: OptimizerSection = OptimizerSection()
+    """The optimizer."""
+
+
+class RecoverySection(Section):
+    """What the trainer does when it redoes committed steps after a crash."""
+
+    on_mismatch: Literal["stop", "accept"] = "stop"
+    """When redone weights differ from the announced ones by more than is allowed: stop, or go on
+    with the redone weights and report by how much they differ. Allowed is nothing where
+    trainer.deterministic is set, and recovery.tolerance otherwise."""
+    tolerance: Annotated[float, Field(ge=0)] = 1e-2
+    """Largest difference, relative to the largest weight of a tensor, where the trainer is not
+    deterministic."""
+
+
+class WeightsSection(Section):
+    """Where policy versions are stored."""
+
+    store: str | None = None
+    """URL of the weight store (`file:///...`, or anything that fsspec opens); by default the
+    directory `weights` of the run."""
+    keep: Positive = 2
+    """Versions kept beyond those of the window."""
+
+
+class EvaluationSection(Section):
+    """Held-out prompts, sampled as in training."""
+
+    prompts: Annotated[int, Field(ge=0)] = 0
+    """Held-out prompts per evaluation; 0 is none."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations; the first and the last version are always evaluated."""
+
+
+def check_streaming(trainer: TrainerSection, dtype: str, colocated: bool) -> None:
+    """ValueError if a trainer cannot stream (`trainer.streamed`) policies of this `dtype`."""
+    if trainer.ranks > 1:
+        raise ValueError("trainer.streamed needs trainer.ranks = 1")
+    if colocated:
+        raise ValueError(
+            "trainer.streamed trains while groups are generated: remove schedule.colocated"
+        )
+    zero = trainer.deepspeed.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+    if trainer.engine == "deepspeed" and (stage not in (0, 1, 2) or dtype == "float16"):
+        raise ValueError(
+            "trainer.streamed divides gradients once a step is complete, which is possible under "
+            f"ZeRO stages 0, 1 and 2 (not {stage}) and with policy.dtype float32 or bfloat16 (not "
+            f"{dtype})"
+        )

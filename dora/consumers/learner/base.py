@@ -1,0 +1,113 @@
+"""What trainer, publication and recovery need of a learner, whatever it trains with.
+
+Invariant: which learner a configuration means is decided in `create_learner` alone, and one that
+does not compute is made without importing torch or DeepSpeed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dora.config import Config
+from dora.consumers.learner.batches import Sample
+from dora.weights.models import model_directory
+
+if TYPE_CHECKING:
+    from dora.consumers.learner.ranks import Leader
+    from dora.consumers.learner.sharding import Place
+
+Floats = npt.NDArray[np.float32]
+
+
+def _nothing() -> None:
+    """Default of `progress`."""
+
+
+class Learning(Protocol):
+    """One policy in training. A step is one `update`, or the same groups in the same order through
+    `begin`, `add`, ..., `finish`: with `trainer.streamed` both give the same weights, bit for bit
+    where training is deterministic."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that the policy knows."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+
+    @property
+    def adapter_settings(self) -> Mapping[str, Any] | None:
+        """Configuration of the adapter that is trained; None where all weights are."""
+
+    def update(
+        self,
+        groups: Sequence[Sequence[Sample]],
+        version: int,
+        probes: Sequence[Sample] = (),
+        places: "Sequence[Sequence[Place]]" = (),
+    ) -> dict[str, float]:
+        """Train on one step's groups, in this order, at policy version `version`; returns the
+        step's metrics. `probes` are further samples of the current version, for the comparison of
+        engine and trainer; `places` says where each sample lies in the trajectories topic."""
+
+    def begin(self, version: int) -> None:
+        """Begin a streamed step at `version`. One that was begun and not finished is dropped, which
+        is a PolicyError once it has changed the weights (or has gradients, under ZeRO)."""
+
+    def add(self, group: Sequence[Sample]) -> None:
+        """Compute on one group of the step that was begun."""
+
+    def finish(self) -> dict[str, float]:
+        """End the streamed step with the groups added; returns the step's metrics."""
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        """Log-probabilities (nats) of each sample's generated tokens under the current policy."""
+
+    def sequence_logprobs(self, token_ids: Sequence[int]) -> Floats:
+        """Plain log-probabilities [n - 1] of each token after the first."""
+
+    def export_state(self) -> dict[str, Any]:
+        """The policy's tensors by name."""
+
+    def weights_checksum(self) -> str:
+        """Checksum of the weights."""
+
+    def save_checkpoint(self, directory: Path) -> None:
+        """Write all that training goes on from to `directory`, which must exist."""
+
+    def load_checkpoint(self, directory: Path) -> None:
+        """Restore what `save_checkpoint` wrote."""
+
+
+def starting_model(config: Config) -> Path:
+    """The directory of the starting policy, checked where the learner computes with it; raises
+    PolicyError as `model_directory` does."""
+    if config.trainer.engine == "emulated":
+        return Path(config.policy.model)
+    return model_directory(config.policy.model)
+
+
+def create_learner(
+    config: Config,
+    model_dir: Path,
+    *,
+    progress: Callable[[], None] = _nothing,
+    ranks: "Leader | None" = None,
+) -> Learning:
+    """The learner of `trainer.engine`, starting from the policy in `model_dir`.
+
+    `progress` is called during long steps, for heartbeats. Raises PolicyError if the policy is
+    unusable.
+    """
+    if config.trainer.engine == "emulated":
+        from dora.consumers.learner.emulated import EmulatedLearner
+
+        return EmulatedLearner(config, progress=progress)
+
+    from dora.consumers.learner.learner import Learner
+
+    return Learner(model_dir, config, progress=progress, ranks=ranks)

@@ -1,0 +1,171 @@
+"""A learner that waits instead of computing, for schedules and faults at sizes no machine here has.
+
+Invariant: its weights are a digest of everything it was trained on, in order. So each version has
+other ones, and a redo from the log ends in the same, bit for bit, or did something else.
+"""
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dora.config import Config
+from dora.consumers.learner.base import Floats
+from dora.consumers.learner.batches import Sample, batch_metrics
+from dora.errors import ConfigError, WeightsError
+from dora.weights.models import emulated_vocabulary
+from dora.weights.plain_tensors import plain_checksum
+
+_FILE = "emulated.json"
+_TENSOR = "emulated.weight"
+_SIZE = 32
+_SLICE_SECONDS = 0.25
+
+
+class EmulatedLearner:
+    """One policy in pretended training; see `Learning` for what each method does.
+
+    A step takes `step_seconds` and `seconds_per_token` for each generated token, times the rollout
+    engine's time scale; a streamed one spends that group by group. `progress` is called meanwhile.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        progress: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if config.rollout.engine != "emulated":
+            raise ConfigError(
+                "trainer.engine = emulated publishes no weights that "
+                f"rollout.engine = {config.rollout.engine} could load",
+                hint="Set rollout.engine = emulated as well, or trainer.engine = deepspeed.",
+            )
+        self._config = config
+        self._progress = progress
+        self._clock = clock
+        self._sleep = sleep
+        self._scale = config.rollout.emulated.time_scale
+        self.vocabulary = emulated_vocabulary(config.policy.model)
+        self.updates = 0
+        self._state = hashlib.blake2b(
+            f"{config.run.seed}:{self.vocabulary}".encode(), digest_size=_SIZE
+        ).digest()
+        self._version = 0
+        self._samples: list[Sample] = []
+        self._groups = 0
+        self._debt = 0.0
+        self._seen = hashlib.blake2b()
+
+    @property
+    def parameters(self) -> int:
+        """Bytes of the digest."""
+        return _SIZE
+
+    @property
+    def adapter_settings(self) -> Mapping[str, Any] | None:
+        """None: no adapter is trained."""
+        return None
+
+    def update(
+        self,
+        groups: Sequence[Sequence[Sample]],
+        version: int,
+        probes: Sequence[Sample] = (),
+        places: Sequence[Any] = (),
+    ) -> dict[str, float]:
+        """Wait as long as the step takes; returns what the samples say."""
+        self.begin(version)
+        for group in groups:
+            self._take(group)
+        return self.finish()
+
+    def begin(self, version: int) -> None:
+        """Begin a step."""
+        self._version = version
+        self._samples = []
+        self._groups = 0
+        self._debt = self._trainer.step_seconds
+        self._seen = hashlib.blake2b(self._state, digest_size=_SIZE)
+
+    def add(self, group: Sequence[Sample]) -> None:
+        """Spend the group's part of the step."""
+        self._take(group)
+        part = min(self._debt, self._trainer.step_seconds / self._config.window.groups_per_step)
+        tokens = sum(sample.generated for sample in group) * self._trainer.seconds_per_token
+        self._debt -= part + tokens
+        self._spend(part + tokens)
+
+    def finish(self) -> dict[str, float]:
+        """Spend the rest, and change the weights."""
+        self._spend(self._debt)
+        self._debt = 0.0
+        self._state = self._seen.digest()
+        self.updates += self._config.trainer.updates_per_step
+        return batch_metrics(self._samples, self._version, self._config.task.success_threshold)
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        """Those of the uniform distribution, as the emulated engine has them."""
+        return [self._uniform(sample.generated) for sample in samples]
+
+    def sequence_logprobs(self, token_ids: Sequence[int]) -> Floats:
+        """Those of the uniform distribution."""
+        return self._uniform(len(token_ids) - 1)
+
+    def export_state(self) -> dict[str, Any]:
+        """The digest as an array, after `publish_seconds`."""
+        self._spend(self._trainer.publish_seconds)
+        return self._tensors()
+
+    def weights_checksum(self) -> str:
+        """Checksum of the digest."""
+        return plain_checksum(self._tensors())
+
+    def save_checkpoint(self, directory: Path) -> None:
+        """Write the digest and the count of updates."""
+        content = {"state": self._state.hex(), "updates": self.updates}
+        (directory / _FILE).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+    def load_checkpoint(self, directory: Path) -> None:
+        """Restore what `save_checkpoint` wrote; WeightsError if it is missing or damaged."""
+        path = directory / _FILE
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            state, updates = bytes.fromhex(content["state"]), int(content["updates"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise WeightsError(f"checkpoint {path} cannot be read: {error}") from error
+        if len(state) != _SIZE:
+            raise WeightsError(f"checkpoint {path} holds {len(state)} bytes, not {_SIZE}")
+        self._state, self.updates = state, updates
+
+    @property
+    def _trainer(self) -> Any:
+        return self._config.trainer.emulated
+
+    def _take(self, group: Sequence[Sample]) -> None:
+        self._groups += 1
+        for sample in group:
+            self._samples.append(sample)
+            self._debt += sample.generated * self._trainer.seconds_per_token
+            content = f"{sample.trajectory_id}:{sample.version}:{sample.generated}:{sample.reward}"
+            self._seen.update(content.encode())
+
+    def _tensors(self) -> dict[str, Any]:
+        return {_TENSOR: np.frombuffer(self._state, dtype=np.uint8)}
+
+    def _uniform(self, count: int) -> Floats:
+        return np.full(max(0, count), -math.log(self.vocabulary), dtype=np.float32)
+
+    def _spend(self, seconds: float) -> None:
+        """Wait for emulated seconds, with signs of life."""
+        until = self._clock() + seconds * self._scale
+        while (rest := until - self._clock()) > 0:
+            self._sleep(min(rest, _SLICE_SECONDS))
+            self._progress()

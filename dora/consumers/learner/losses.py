@@ -1,0 +1,134 @@
+"""The policy-gradient loss, as sums over tokens.
+
+Invariant: the loss of an optimizer batch is the sum of its micro-batches' losses. Everything that
+normalises is a weight per token (`batches.py`), computed over the whole batch, so how the batch is
+cut into micro-batches changes no gradient beyond rounding.
+
+With r = pi_theta / pi_old per token and A the advantage, the objectives (maximised) are
+
+- `grpo`: min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), the clipped surrogate of GRPO (arXiv
+  2402.03300, eq. 3). `clip_high` > `clip_low` is clip-higher of DAPO (arXiv 2503.14476,
+  section 3.1). With `clip_dual` = c: max(., c A) where A < 0. For A < 0 this bounds the ratio to
+  [1 - clip_low, c], for A > 0 to at most 1 + clip_high: the triplet clipping of
+  LongCat-Flash-Thinking (arXiv 2509.18883, section 3.2; eps_neg_low = clip_low, eps_pos_high =
+  clip_high, eps_neg_high = clip_dual), where the third bound is that of dual-clip PPO (arXiv
+  1912.09729).
+- `gspo`: the same with one ratio for a sequence, s = exp(mean over its tokens of log r) (GSPO,
+  arXiv 2507.18071, eq. 5-7).
+- `cispo`: stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A log pi_theta (CISPO, arXiv
+  2506.13585, eq. 4-5): clipped weights, but every token has a gradient.
+
+pi_old is the behaviour policy as recorded by the engine, unless `importance_cap` = C is set. Then
+pi_old is the trainer's own policy at the start of the step ("proximal"), and each term is weighted
+by min(pi_old / pi_engine, C), without gradient: the truncated importance weight of
+LongCat-Flash-Thinking (same section). For groups of the current version the weight corrects exactly
+the mismatch between trainer and engine; for older groups it corrects mismatch and policy drift
+together, as the decoupled objective of AReaL does (arXiv 2505.24298, section 5.2), because weights
+of older versions are not at hand.
+
+`kl_coefficient` subtracts beta (exp(d) - d - 1), d = log pi_ref - log pi_theta: the k3 estimator,
+as in GRPO's eq. 4.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from dora.config.trainer import LossSection
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are clamped to +-20 before the exponential, so that one absurd token cannot produce an
+infinity (and 0 * inf = NaN) in a sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTerms:
+    """What the loss needs to know about N generated tokens of a micro-batch, all of shape [N]."""
+
+    behaviour: torch.Tensor
+    """Recorded log-probabilities (engine)."""
+    advantages: torch.Tensor
+    """Advantage of the token's trajectory."""
+    weights: torch.Tensor
+    """Normalisation weight; the weights of a whole optimizer batch carry its denominator."""
+    sequences: torch.Tensor
+    """int64: index of the token's trajectory, 0 .. number of sequences - 1."""
+    proximal: torch.Tensor | None = None
+    """The trainer's log-probabilities at the start of the step; with `importance_cap` only."""
+    reference: torch.Tensor | None = None
+    """Log-probabilities of the starting policy; with `kl_coefficient` > 0 only."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossParts:
+    """The loss of a micro-batch: `loss` has a gradient, the rest is for metrics."""
+
+    loss: torch.Tensor
+    """Scalar: contribution to the batch's loss."""
+    clipped: torch.Tensor
+    """Scalar: number of tokens whose ratio was clipped."""
+    kl: torch.Tensor
+    """Scalar: sum over tokens of the k3 estimate to the reference; 0 without one."""
+
+
+def k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp(d) - d - 1 per element: non-negative estimate of KL(p || q) for tokens sampled from p,
+    with d = log q - log p."""
+    bounded = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return bounded.exp() - bounded - 1.0
+
+
+def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def _sequence_mean(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+    """Mean over each sequence's tokens, handed back to each of its tokens: [N] -> [N]."""
+    count = int(sequences.max()) + 1 if len(sequences) else 0
+    sums = values.new_zeros(count).index_add(0, sequences, values)
+    sizes = torch.bincount(sequences, minlength=count).clamp(min=1)
+    return (sums / sizes)[sequences]
+
+
+def policy_loss(logprobs: torch.Tensor, terms: TokenTerms, settings: LossSection) -> LossParts:
+    """Loss of N tokens with the trainer's `logprobs` [N] (nats, with gradient).
+
+    Raises ValueError if `importance_cap` or `kl_coefficient` is set and `terms` lacks what it
+    needs.
+    """
+    advantages = terms.advantages
+    old, weight = terms.behaviour, torch.ones_like(logprobs)
+    if settings.importance_cap is not None:
+        if terms.proximal is None:
+            raise ValueError("importance_cap needs the proximal log-probabilities")
+        old, drift = terms.proximal, terms.proximal - terms.behaviour
+        if settings.kind == "gspo":
+            drift = _sequence_mean(drift, terms.sequences)
+        weight = _ratio(drift).clamp(max=settings.importance_cap)
+    log_ratio = logprobs - old
+    if settings.kind == "gspo":
+        log_ratio = _sequence_mean(log_ratio, terms.sequences)
+    ratio = _ratio(log_ratio)
+    low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
+    bounded = ratio.clamp(low, high)
+    if settings.kind == "cispo":
+        objective = bounded.detach() * advantages * logprobs
+        clipped = (bounded != ratio) & (advantages != 0)
+    else:
+        plain, pessimistic = ratio * advantages, bounded * advantages
+        objective = torch.minimum(plain, pessimistic)
+        clipped = pessimistic < plain
+        if settings.clip_dual is not None:
+            bound = settings.clip_dual * advantages
+            cut = (advantages < 0) & (objective < bound)
+            objective = torch.where(cut, bound, objective)
+            clipped = clipped | cut
+    token_loss = -weight * objective
+    kl = logprobs.new_zeros(())
+    if settings.kl_coefficient:
+        if terms.reference is None:
+            raise ValueError("kl_coefficient needs the reference log-probabilities")
+        penalty = k3(terms.reference - logprobs)
+        token_loss = token_loss + settings.kl_coefficient * penalty
+        kl = penalty.detach().sum()
+    return LossParts(loss=(terms.weights * token_loss).sum(), clipped=clipped.detach().sum(), kl=kl)

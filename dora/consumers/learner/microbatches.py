@@ -1,0 +1,328 @@
+"""Forward and backward passes of a policy over micro-batches, and the optimizer's step after them.
+
+Invariant: passes add to gradients and change nothing else; weights change in `step` alone, and not
+where the gradient is no number.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dora.config import Config
+from dora.config.trainer import OptimizerSection
+from dora.consumers.learner.batches import (
+    MicroBatch,
+    Sample,
+    assemble,
+    contributes,
+    denominator,
+    ends_part,
+    micro_batches,
+    unit_weights,
+)
+from dora.consumers.learner.losses import LossParts, TokenTerms, policy_loss
+from dora.consumers.learner.metrics import LearningSums, Mismatch, drift_of
+from dora.consumers.learner.model import PolicyModel, model_inputs
+from dora.errors import PolicyError
+
+# The learning rate as a function of the optimizer update.
+#
+# Invariant: it depends on the settings and the number of the update alone, so a redone step uses
+# the same rate as the first time.
+
+
+def learning_rate(settings: OptimizerSection, update: int, total: int) -> float:
+    """Rate of the `update`-th optimizer update, counted from 0, of `total` in the run.
+
+    Rises linearly from zero over `warmup_steps` updates to the peak, which the last of them has.
+    Then constant, or linear or cosine decay that would reach zero right after the last update.
+    """
+    if update < settings.warmup_steps:
+        return settings.learning_rate * (update + 1) / settings.warmup_steps
+    if settings.schedule == "constant":
+        return settings.learning_rate
+    length = max(total - settings.warmup_steps, 1)
+    done = min((update - settings.warmup_steps) / length, 1.0)
+    if settings.schedule == "linear":
+        return settings.learning_rate * (1.0 - done)
+    return settings.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+class Passes:
+    """Passes through `engine`, DeepSpeed's, on `device`.
+
+    The starting policy, for the KL penalty, is `reference` or the `base` weights in the policy's
+    own model. `plain`: DeepSpeed keeps parameters and gradients as they are. `progress` is called
+    after each pass.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        config: Config,
+        device: torch.device,
+        *,
+        reference: PolicyModel | None,
+        base: dict[str, torch.Tensor] | None,
+        stage: int,
+        plain: bool,
+        progress: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._config = config
+        self._loss = config.trainer.loss
+        self._device = device
+        self._reference = reference
+        self._base = base
+        self._stage = stage
+        self._plain = plain
+        self._progress = progress
+        self._world = torch.distributed.get_world_size()
+
+    def set_learning_rate(self, update: int) -> float:
+        """Set the rate of the run's `update`-th optimizer update; returns it."""
+        trainer = self._config.trainer
+        total = trainer.steps * trainer.updates_per_step
+        rate = learning_rate(trainer.optimizer, update, total)
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def score(
+        self, batch: MicroBatch, weights: dict[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Log-probabilities [N] under the current policy, or other `weights`; no gradient."""
+        module = self._engine if self._stage == 3 else self._engine.module
+
+        def with_weights(**inputs: object) -> torch.Tensor:
+            return torch.func.functional_call(module, weights, (), inputs)
+
+        with torch.no_grad():
+            scores = self._forward(module if weights is None else with_weights, batch)
+        self._progress()
+        return scores
+
+    def learn(
+        self, batch: MicroBatch, proximal: torch.Tensor | None, *, last: bool
+    ) -> tuple[LossParts, torch.Tensor]:
+        """Add the gradient of a micro-batch, the `last` one before `step` or not; returns its loss
+        and its log-probabilities [N]. `proximal` are those at the step's start; None: the same."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        logprobs = self._forward(self._engine, batch)
+        parts = policy_loss(logprobs, self._terms(batch, logprobs, proximal), self._loss)
+        # DeepSpeed averages over ranks; the weights already hold the whole batch's denominator.
+        self._engine.backward(parts.loss * self._world if self._world > 1 else parts.loss)
+        self._progress()
+        return parts, logprobs.detach()
+
+    def step(self, update: int, divisor: int = 1) -> float:
+        """Take the optimizer's step along the gradient that was added up, divided by `divisor` (1
+        under ZeRO-3 and float16); returns its norm before clipping.
+
+        Raises PolicyError, naming the run's `update`, if the norm is infinite or no number.
+        """
+        if divisor != 1:
+            self._divide(divisor)
+        norm = self._clip() if self._plain else 0.0
+        self._check_finite(norm, update)
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._engine.step()
+        if divisor != 1 and self._stage:
+            self._engine.optimizer.override_loss_scale(1.0)
+        if not self._plain:
+            norm = float(self._engine.get_global_grad_norm() or 0.0)
+            self._check_finite(norm, update)
+        return norm
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether gradients lie in ZeRO's buffers: the last pass before `step` has to be marked as
+        such, and they cannot be dropped."""
+        return bool(self._stage)
+
+    def drop(self) -> None:
+        """Forget the gradient added up since the last `step`, where it is not partitioned."""
+        self._engine.zero_grad()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """A copy of the weights that training changes, for `score`."""
+        named = self._engine.module.named_parameters()
+        return {name: p.detach().clone() for name, p in named if p.requires_grad}
+
+    def _forward(self, module: Callable[..., torch.Tensor], batch: MicroBatch) -> torch.Tensor:
+        sampling = self._config.rollout
+        return module(
+            **model_inputs(batch, self._device),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+        )
+
+    def _terms(
+        self, batch: MicroBatch, logprobs: torch.Tensor, proximal: torch.Tensor | None
+    ) -> TokenTerms:
+        reference = None
+        if self._base is not None:
+            reference = self.score(batch, self._base)
+        elif self._reference is not None:
+            with torch.no_grad():
+                reference = self._forward(self._reference, batch)
+        if self._loss.importance_cap is not None and proximal is None:
+            proximal = logprobs.detach()
+        as_tensor = torch.from_numpy
+        return TokenTerms(
+            behaviour=as_tensor(batch.behaviour).to(self._device),
+            advantages=as_tensor(batch.advantages).to(self._device),
+            weights=as_tensor(batch.weights).to(self._device),
+            sequences=as_tensor(batch.rows).to(self._device),
+            proximal=proximal,
+            reference=reference,
+        )
+
+    def _divide(self, divisor: int) -> None:
+        if self._stage:
+            # ZeRO keeps gradients in buffers of its own, and divides them by the loss scale before
+            # it takes their norm and clips them.
+            self._engine.optimizer.override_loss_scale(float(divisor))
+            return
+        gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+        torch._foreach_div_(gradients, float(divisor))
+
+    def _check_finite(self, norm: float, update: int) -> None:
+        """Stop before weights that are no numbers are published. float16 scales its loss and skips
+        such updates itself."""
+        if not math.isfinite(norm) and self._config.policy.dtype != "float16":
+            raise PolicyError(
+                f"the gradient of optimizer update {update} is {norm}; nothing of this step "
+                "is published",
+                hint="Training diverged, or the model overflows. Lower "
+                "trainer.optimizer.learning_rate, or set trainer.loss.clip_dual and "
+                "trainer.loss.importance_cap; changed values need a new run.name.",
+            )
+
+    def _clip(self) -> float:
+        parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
+        limit = self._config.trainer.optimizer.gradient_clip
+        return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+
+
+def in_order(
+    passes: Passes, batches: Sequence[MicroBatch], proximal: Sequence[torch.Tensor] | None
+) -> Iterator[tuple[MicroBatch, LossParts, torch.Tensor]]:
+    """Learn from all micro-batches of an optimizer update; yields each with its loss and
+    log-probabilities."""
+    for index, batch in enumerate(batches):
+        old = None if proximal is None else proximal[index]
+        yield batch, *passes.learn(batch, old, last=index == len(batches) - 1)
+
+
+# A training step over groups that come one by one.
+#
+# Invariant: the weights after it depend on the weights before it and on the groups in their order
+# alone, not on when they came: micro-batches hold samples of one group, and where a step's
+# optimizer batches end follows from the groups so far. The gradient is that of the same groups in
+# one batch, up to rounding: the denominator of the normalisation is known last, so gradients are
+# added up without it and divided by it before they are clipped.
+
+Observe = Callable[[Sequence[Sample]], None]
+
+
+class Accumulation:
+    """One streamed step at `version`, whose first optimizer update is the run's `update`-th.
+
+    `observe` is called with each group while the weights are those of the step's start.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        config: Config,
+        *,
+        version: int,
+        update: int,
+        mismatch: Mismatch,
+        observe: Observe,
+    ) -> None:
+        self._passes = passes
+        self._config = config
+        self._loss = config.trainer.loss
+        self._constant_length = self._loss.constant_length or config.rollout.max_new_tokens
+        self.version = version
+        self._update = update
+        self._mismatch = mismatch
+        self._observe = observe
+        self._rate = passes.set_learning_rate(update)
+        self._sums = LearningSums()
+        self._part = 0
+        self._open: list[Sample] = []  # of the optimizer batch that is not complete
+        self._part_loss = 0.0
+        self._shortest: Sample | None = None  # of those with a gradient in the open batch
+        self._groups = 0
+        self._start: dict[str, torch.Tensor] | None = None
+        self.samples: list[Sample] = []
+
+    @property
+    def droppable(self) -> bool:
+        """Whether the weights are those of the step's start, and its gradient can be dropped."""
+        partitioned = self._passes.partitioned and self._shortest is not None
+        return not self._sums.norms and not partitioned
+
+    def add(self, group: Sequence[Sample]) -> None:
+        """Add the gradient of a group, and update where its optimizer batch is complete."""
+        if self._part == 0:
+            self._observe(group)
+        weights = unit_weights(group, self._loss, self._constant_length)
+        chosen = [i for i, sample in enumerate(group) if contributes(sample, self._loss)]
+        budget = self._config.trainer.max_tokens_per_micro_batch
+        for batch in micro_batches(group, budget, weights, chosen):
+            # The proximal policy is that of the step's start.
+            proximal = None if self._start is None else self._passes.score(batch, self._start)
+            parts, logprobs = self._passes.learn(batch, proximal, last=False)
+            self._part_loss += self._sums.add(parts, logprobs)
+            if self._part == 0:
+                drift_of(batch, logprobs, dict(enumerate(group)), self.version, self._mismatch)
+        held = [] if self._shortest is None else [self._shortest]
+        passed = [*held, *(group[i] for i in chosen)]
+        self._shortest = min(passed, key=lambda s: len(s.token_ids), default=None)
+        self.samples += group
+        self._open += group
+        self._groups += 1
+        sizes = self._config.window
+        tokens = sum(sample.generated for sample in self.samples)
+        if ends_part(
+            self._part,
+            self._config.trainer.updates_per_step,
+            (self._groups, sizes.groups_per_step),
+            (tokens, sizes.tokens_per_step),
+        ):
+            self._end_part()
+
+    def finish(self) -> dict[str, float]:
+        """Make the last optimizer update; returns the step's metrics."""
+        if not self.samples:
+            raise PolicyError("a streamed step ends without a group")
+        if self._open:
+            self._end_part()
+        metrics = {"learning_rate": self._rate}
+        metrics |= self._sums.metrics(self._loss.kl_coefficient > 0)
+        return metrics | self._mismatch.metrics()
+
+    def _end_part(self) -> None:
+        more = self._part + 1 < self._config.trainer.updates_per_step
+        if more and self._start is None and self._loss.importance_cap is not None:
+            self._start = self._passes.weights()
+        if self._shortest is not None:
+            if self._passes.partitioned:
+                # Which pass is the last one is known only now: one more, without weight.
+                idle = assemble([self._shortest], [0], [0.0])
+                self._passes.learn(idle, None, last=True)
+            divisor = denominator(self._open, self._loss)
+            self._rate = self._passes.set_learning_rate(self._update + self._part)
+            self._sums.norms.append(self._passes.step(self._update + self._part, divisor))
+            self._sums.loss += self._part_loss / divisor
+        self._part += 1
+        self._open = []
+        self._part_loss = 0.0
+        self._shortest = None

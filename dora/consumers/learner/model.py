@@ -1,0 +1,279 @@
+"""The language model that is trained, as DeepSpeed sees it.
+
+Invariant: a forward pass has no randomness (all dropout is off), computes logits only where a
+generated token is predicted, and its log-probabilities are those of the distribution sampled from.
+"""
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from dora.config import Config
+from dora.consumers.learner.batches import MicroBatch
+from dora.consumers.learner.logprobs import token_logprobs
+from dora.errors import PolicyError, first_line
+from dora.weights.adapters import DOWN, PREFIX, UP
+from dora.weights.models import check_model_directory
+
+# The weights that generated what is trained now.
+#
+# Invariant: what is kept for a version are exactly those of its weights that training changes.
+# With them the trainer's log-probabilities of a trajectory can be compared with the engine's
+# under the same version, however stale it is: what differs is the mismatch between the two
+# programs, and not the training in between.
+
+MEMORY_BYTES = 2**30
+"""Larger policies keep no copies: their mismatch is measured on the current version only."""
+
+
+class PastWeights:
+    """Copies of the parameters of the last versions, at most `versions` of them."""
+
+    def __init__(self, versions: int) -> None:
+        self._versions = versions
+        self._kept: dict[int, dict[str, torch.Tensor]] = {}
+
+    def keep(self, version: int, module: torch.nn.Module) -> None:
+        """Copy the module's parameters, which are those of `version`, if memory allows; frozen ones
+        are the same in every version."""
+        trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        size = sum(p.numel() * p.element_size() for p in trained.values())
+        if size * self._versions > MEMORY_BYTES:
+            return
+        self._kept[version] = {name: p.detach().clone() for name, p in trained.items()}
+        for old in sorted(self._kept)[: -self._versions or None]:
+            del self._kept[old]
+
+    def of(self, version: int) -> dict[str, torch.Tensor] | None:
+        """The version's parameters by name, if they are kept."""
+        return self._kept.get(version)
+
+
+# The LoRA adapter in a policy model (LoRA, arXiv 2106.09685; peft's layers).
+#
+# Invariant: the adapter alone is trained and published, the base model's weights never change;
+# and its starting values depend on the run's seed and the model alone, so that whoever starts
+# again makes the same ones. At the start the upper matrices are zero: version 0 is the base
+# model.
+
+_ADAPTER = "default"
+_UPPER = f".lora_B.{_ADAPTER}.weight"
+
+
+def add_adapter(model: nn.Module, config: Config) -> dict[str, Any]:
+    """Put the adapter of `policy.lora` into a Hugging Face model, in place; the rest is frozen.
+
+    Returns the adapter's configuration as peft writes it, without paths of this machine. Raises
+    PolicyError where `target_modules` names no layer of the model, or one that is not linear.
+    """
+    import peft
+
+    section = config.policy.lora
+    assert section is not None
+    every = section.target_modules == "all-linear"
+    alpha = int(section.alpha) if section.alpha.is_integer() else section.alpha
+    settings = peft.LoraConfig(
+        r=section.rank,
+        lora_alpha=alpha,
+        target_modules="all-linear" if every else list(section.target_modules),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base_name(config.policy.model),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.run.seed)
+        try:
+            peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+        except ValueError as error:
+            raise PolicyError(
+                f"policy.lora.target_modules: {first_line(error)}",
+                hint=f"Linear layers of this model: {', '.join(_linear_layers(model))}.",
+            ) from error
+    odd = [n for n, p in model.named_parameters() if p.requires_grad and not _is_matrix(n)]
+    if odd:
+        raise PolicyError(
+            f"policy.lora.target_modules: {odd[0]} belongs to a layer that is not linear",
+            hint=f"Linear layers of this model: {', '.join(_linear_layers(model))}.",
+        )
+    written = {k: v for k, v in settings.to_dict().items() if v is not None}
+    written["target_modules"] = _targets(model)
+    written["inference_mode"] = True
+    return written
+
+
+def _targets(model: nn.Module) -> list[str]:
+    """Names of the adapted layers, as short as they are unambiguous."""
+    names = [name for name, _ in model.named_modules()]
+    adapted = sorted(n.removesuffix(".lora_A") for n in names if n.endswith(".lora_A"))
+    short = sorted({name.rpartition(".")[2] for name in adapted})
+    matched = sum(name.rpartition(".")[2] in short for name in names)
+    return short if matched == len(adapted) else adapted
+
+
+def base_name(model: str) -> str:
+    """Name of the base model as an adapter's configuration has it: the Hugging Face name, or the
+    last part of a directory, whose place on this machine is nobody else's business."""
+    path = Path(model)
+    return path.name if path.is_absolute() or path.exists() else model
+
+
+def _is_matrix(name: str) -> bool:
+    return name.endswith((f".lora_A.{_ADAPTER}.weight", _UPPER))
+
+
+def _linear_layers(model: nn.Module) -> list[str]:
+    names = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    return sorted(names - {_ADAPTER, "base_layer"})
+
+
+def published_name(parameter: str) -> str:
+    """Name under which peft and vLLM store an adapter's parameter."""
+    stem = parameter.removesuffix(f".{_ADAPTER}.weight")
+    end = UP if stem.endswith(".lora_B") else DOWN
+    return f"{PREFIX}{stem.removesuffix('.lora_B').removesuffix('.lora_A')}{end}"
+
+
+def without_adapter(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Values of parameters of `module` with which it computes what its base model does."""
+    return {
+        name: torch.zeros_like(parameter)
+        for name, parameter in module.named_parameters()
+        if name.endswith(_UPPER)
+    }
+
+
+class PolicyModel(nn.Module):
+    """A Hugging Face causal language model that answers with log-probabilities of given tokens."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        parameters = inspect.signature(model.forward).parameters
+        self._selects_logits = "logits_to_keep" in parameters
+
+    def logits(
+        self,
+        token_ids: torch.Tensor,
+        columns: torch.Tensor,
+        rows: torch.Tensor,
+        column_index: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits [N, V] from which each generated token is drawn; see MicroBatch for the
+        arguments."""
+        if self._selects_logits:
+            logits = self.model(token_ids, logits_to_keep=columns, use_cache=False).logits
+        else:
+            logits = self.model(token_ids, use_cache=False).logits[:, columns]
+        return logits[rows, column_index]
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        columns: torch.Tensor,
+        rows: torch.Tensor,
+        column_index: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+    ) -> torch.Tensor:
+        """Log-probabilities [N] of `targets`; see MicroBatch for the other arguments."""
+        return token_logprobs(
+            self.logits(token_ids, columns, rows, column_index),
+            targets,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+        )
+
+
+def model_inputs(batch: MicroBatch, device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors of a micro-batch that PolicyModel takes, on `device`."""
+    return {
+        name: torch.from_numpy(getattr(batch, name)).to(device)
+        for name in ("token_ids", "columns", "rows", "column_index", "targets")
+    }
+
+
+def load_model(directory: Path, config: Config) -> nn.Module:
+    """The model in `directory`, in `policy.dtype`, with all dropout off.
+
+    Raises PolicyError if the directory holds no model, one of an unknown kind, or weights that do
+    not fit its config.json.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    check_model_directory(directory)
+    transformers_logging.disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=getattr(torch, config.policy.dtype),
+            trust_remote_code=config.policy.trust_remote_code,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError) as error:
+        raise PolicyError(
+            f"policy.model: the model in {directory} cannot be loaded: {_summary(error)}",
+            hint="A model with code of its own needs policy.trust_remote_code = true."
+            if "trust_remote_code" in str(error)
+            else None,
+        ) from error
+    except SafetensorError as error:
+        raise PolicyError(f"policy.model: weights in {directory} are damaged: {error}") from error
+    _check_complete(directory, report)
+    _switch_dropout_off(model)
+    if config.trainer.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    return model
+
+
+def _summary(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _check_complete(directory: Path, report: Mapping[str, Any]) -> None:
+    for kind, text in (("missing_keys", "lack"), ("mismatched_keys", "have another shape for")):
+        names = sorted(str(name) for name in report.get(kind) or ())
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise PolicyError(
+                f"policy.model: the weights in {directory} {text} {', '.join(names[:3])}{more}",
+                hint="They would start from random values; the directory is incomplete or its "
+                "config.json belongs to another model.",
+            )
+
+
+def _switch_dropout_off(model: nn.Module) -> None:
+    """Dropout would make the trainer's log-probabilities differ from the engine's at random."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "resid_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def untied(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`state` without the second and later names of tensors that share memory (tied embeddings):
+    safetensors stores each once, and loaders tie them again."""
+    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
+    result = {}
+    for name, tensor in state.items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if tensor.numel() and place in seen:
+            continue
+        seen.add(place)
+        result[name] = tensor
+    return result

@@ -1,0 +1,92 @@
+"""What the trainer ranks other than 0 do: what rank 0 says.
+
+Invariant: this process writes nothing to the log, and reads from it only the trajectories of its
+own share, by partition and offset.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dora.bus.reader import LogReader
+from dora.bus.settings import ClusterSettings
+from dora.bus.topics import RunTopics
+from dora.config import Config
+from dora.consumers.learner.learner import Learner
+from dora.consumers.learner.metrics import Mismatch
+from dora.consumers.learner.ranks import Member
+from dora.consumers.learner.sharding import Part, part_of_share, share_places
+from dora.consumers.trainer.recovery import fetch_trajectories
+from dora.errors import RankError, WeightsError
+from dora.weights.models import model_directory
+
+log = logging.getLogger(__name__)
+
+FETCH_SHARE = 0.8
+"""Part of the ranks' patience within which the trajectories must arrive: so this rank gives up
+first, and says what it lacks."""
+
+
+class RankFollower:
+    """Follows `ranks`' rank 0 until it says stop. `run` does everything."""
+
+    def __init__(self, config: Config, settings: ClusterSettings, ranks: Member) -> None:
+        self._config = config
+        self._ranks = ranks
+        self._topic = RunTopics(config.run.name).trajectories
+        self._reader = LogReader(settings, client_id=f"trainer-{ranks.rank}")
+        self._learner: Learner | None = None
+
+    def run(self) -> bool:
+        """Whether the run is complete, once rank 0 says stop.
+
+        Raises RankError when rank 0 is lost, and what Kafka, the model or the disk refuse.
+        """
+        try:
+            while True:
+                order = self._ranks.next_order()
+                if order["kind"] == "stop":
+                    return bool(order["complete"])
+                self._obey(order)
+        finally:
+            self._reader.close()
+
+    def _obey(self, order: Mapping[str, Any]) -> None:
+        kind = order["kind"]
+        if kind == "make":
+            model = model_directory(self._config.policy.model)
+            self._learner = Learner(model, self._config, ranks=self._ranks)
+            return
+        learner = self._learner
+        if learner is None:
+            raise RankError(f"rank 0 orders {kind!r} before there is a learner")
+        match kind:
+            case "update":
+                learner.train(self._parts(order["share"]), int(order["version"]), Mismatch())
+            case "save":
+                learner.save_checkpoint(self._shared(order["directory"]))
+            case "load":
+                learner.load_checkpoint(self._shared(order["directory"]))
+            case "export":
+                learner.export_state()
+            case "score":
+                learner.sequence_logprobs([int(token) for token in order["tokens"]])
+            case _:
+                raise RankError(f"rank 0 orders {kind!r}, which this dora does not know")
+
+    def _parts(self, shares: Sequence[Mapping[str, Any]]) -> list[Part]:
+        places = sorted({place for share in shares for place in share_places(share)})
+        patience = FETCH_SHARE * self._ranks.timeout
+        found = fetch_trajectories(self._reader, self._topic, places, patience) if places else {}
+        return [part_of_share(share, found) for share in shares]
+
+    def _shared(self, text: str) -> Path:
+        directory = Path(text)
+        if not directory.is_dir():
+            raise WeightsError(
+                f"rank {self._ranks.rank} does not see {directory}, where rank 0 keeps checkpoints",
+                hint="With ranks on several machines run.directory must be on a file system that "
+                "all of them share.",
+            )
+        return directory

@@ -1,0 +1,307 @@
+"""Training logged steps again, without generating anything.
+
+Invariant: nothing is written, neither to the log nor to the run's directory, so that a run that is
+going on may be replayed beside it. A replay with the recorded settings does what the trainer did,
+with exactly the groups of each ledger entry in their order; what comes out is compared with the
+ledger, metric by metric and weights by checksum, and no difference is passed over.
+"""
+
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dora.bus.reader import LogReader
+from dora.bus.settings import ClusterSettings
+from dora.config import Config
+from dora.consumers.learner.base import Learning, create_learner, starting_model
+from dora.consumers.replay.metrics import Difference, FirstDifference, ReplayedStep, compared, same
+from dora.consumers.replay.plan import Plan, make_plan
+from dora.consumers.trainer.recovery import fetch_steps, largest_difference, samples_of_step
+from dora.errors import PolicyError, RunError, WeightsError
+from dora.log.run_log import RunLog
+from dora.schemas.records import Step
+from dora.weights.store import WeightStore
+
+log = logging.getLogger(__name__)
+
+TRAJECTORIES_AT_ONCE = 8192
+"""Trajectories that are fetched and held in memory together, if a step has not more of them."""
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """The outcome of a replay. `sets` are the changes that were tried out, empty where none were.
+
+    `checksum` is that of the weights at the end. `seconds` is the replay without `loading_seconds`
+    (the model, the checkpoint), `train_seconds` what of it the training took.
+    """
+
+    run: str
+    base_version: int
+    checkpoint: str | None
+    first: int
+    results: tuple[ReplayedStep, ...]
+    differing: tuple[Difference, ...]
+    first_difference: FirstDifference | None
+    sets: tuple[str, ...]
+    deterministic: bool
+    recorded_ranks: int
+    checksum: str
+    loading_seconds: float
+    seconds: float
+    notes: tuple[str, ...]
+
+    @property
+    def identical(self) -> bool | None:
+        """Whether everything came out bit by bit as recorded; None where changes were tried out."""
+        return None if self.sets else self.first_difference is None
+
+    @property
+    def asked(self) -> list[ReplayedStep]:
+        """The steps that were asked for."""
+        return [result for result in self.results if result.asked]
+
+    @property
+    def trajectories(self) -> int:
+        """Trajectories that were trained, those on the way to the first step included."""
+        return sum(result.trajectories for result in self.results)
+
+    @property
+    def train_seconds(self) -> float:
+        """Seconds of training alone."""
+        return sum(result.seconds for result in self.results)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as one JSON object."""
+        difference = self.first_difference
+        return {
+            "run": self.run,
+            "identical": self.identical,
+            "steps": len(self.asked),
+            "first_step": self.first,
+            "last_step": self.results[-1].step,
+            "redone_before": len(self.results) - len(self.asked),
+            "from": self.base_version,
+            "checkpoint": self.checkpoint,
+            "sets": list(self.sets),
+            "deterministic": self.deterministic,
+            "first_difference": None if difference is None else asdict(difference),
+            "differing": [asdict(each) for each in self.differing],
+            "checksum": self.checksum,
+            "trajectories": self.trajectories,
+            "loading_seconds": self.loading_seconds,
+            "seconds": self.seconds,
+            "train_seconds": self.train_seconds,
+            "trajectories_per_second": self.trajectories / max(self.seconds, 1e-9),
+            "train_trajectories_per_second": self.trajectories / max(self.train_seconds, 1e-9),
+            "notes": list(self.notes),
+            "by_step": [result.to_json() for result in self.results],
+        }
+
+
+def replay(
+    run: RunLog,
+    config: Config,
+    settings: ClusterSettings,
+    first: int | None = None,
+    last: int | None = None,
+    *,
+    checkpoints: bool = True,
+    what_if: Config | None = None,
+    sets: Sequence[str] = (),
+    deadline: float = 300.0,
+    progress: Progress = lambda done, steps: None,
+) -> ReplayReport:
+    """Train steps `first` to `last` (by default all) of `run` again and compare.
+
+    `config` is what the run was trained with. Where `what_if` is given, the steps asked for are
+    trained with that instead (`sets` say how it differs), from the recorded weights before them.
+    Without `checkpoints` the replay begins at version 0, so that it depends on the starting model
+    and the log alone. `deadline` (seconds) bounds each read of the log; `progress` is called with
+    the steps done and their number. Raises RunError if the log cannot be replayed, and what Kafka,
+    the model and the disk refuse.
+    """
+    plan = make_plan(run, config, settings, *run.span(first, last), checkpoints=checkpoints)
+    return _Replay(run, config, settings, plan, what_if, sets, deadline, progress).carry_out()
+
+
+class _Replay:
+    """One replay under way."""
+
+    def __init__(
+        self,
+        run: RunLog,
+        config: Config,
+        settings: ClusterSettings,
+        plan: Plan,
+        what_if: Config | None,
+        sets: Sequence[str],
+        deadline: float,
+        progress: Progress,
+    ) -> None:
+        self._run = run
+        self._recorded = unhurried(config)
+        self._what_if = None if what_if is None else unhurried(what_if)
+        self._settings = settings
+        self._plan = plan
+        self._sets = tuple(sets) if what_if is not None else ()
+        self._deadline = deadline
+        self._progress = progress
+        self._notes = [*plan.passed_over]
+        self._results: list[ReplayedStep] = []
+        self._differing: list[Difference] = []
+        self._first: FirstDifference | None = None
+        self._loading = 0.0
+        self._config = self._recorded
+        self._learner: Learning
+
+    def carry_out(self) -> ReplayReport:
+        """Train everything and report."""
+        plan, config = self._plan, self._recorded
+        if self._what_if is not None and plan.base.version == plan.first - 1:
+            config = self._what_if
+        begin = time.monotonic()
+        self._load(config)
+        self._loading = time.monotonic() - begin
+        checksum = self._learner.weights_checksum()
+        self._compare_weights(plan.base.version, plan.base.expected, checksum)
+        begin, before = time.monotonic(), self._loading
+        for step, groups in self._fetched():
+            if self._what_if is not None and step.version_out == plan.first:
+                self._change(self._what_if)
+            checksum = self._train(step, groups)
+        seconds = time.monotonic() - begin - (self._loading - before)
+        return ReplayReport(
+            run=self._run.run,
+            base_version=plan.base.version,
+            checkpoint=plan.base.checkpoint,
+            first=plan.first,
+            results=tuple(self._results),
+            differing=tuple(self._differing),
+            first_difference=self._first,
+            sets=self._sets,
+            deterministic=self._recorded.trainer.deterministic,
+            recorded_ranks=self._recorded.trainer.ranks,
+            checksum=checksum,
+            loading_seconds=self._loading,
+            seconds=seconds,
+            notes=tuple(self._notes),
+        )
+
+    def _load(self, config: Config) -> None:
+        self._config = config
+        self._learner = create_learner(config, starting_model(config))
+        base = self._plan.base
+        if base.path is None:
+            return
+        try:
+            self._learner.load_checkpoint(base.path)
+        except (PolicyError, WeightsError) as error:
+            if not base.path.is_dir():
+                error.hint = "A trainer that goes on removes old checkpoints: try again."
+            else:
+                error.hint = "Replay without checkpoints, from version 0: --no-checkpoint."
+            raise
+
+    def _change(self, config: Config) -> None:
+        """Go on with `config` from the weights and the optimizer's state as they are."""
+        if self._config is config:
+            return
+        begin = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="dora-replay-") as name:
+            self._learner.save_checkpoint(Path(name))
+            self._config = config
+            self._learner = create_learner(config, starting_model(config))
+            self._learner.load_checkpoint(Path(name))
+        self._loading += time.monotonic() - begin
+
+    def _fetched(self) -> Iterator[tuple[Step, dict[tuple[int, int], Any]]]:
+        topic = self._run.topics.trajectories
+        with LogReader(self._settings, client_id=f"{self._run.run}.replay") as reader:
+            for steps in batches(self._plan.steps):
+                records = fetch_steps(reader, topic, steps, self._deadline)
+                for step in steps:
+                    yield step, records
+
+    def _train(self, step: Step, records: dict[tuple[int, int], Any]) -> str:
+        groups = samples_of_step(step, records, self._learner.vocabulary, self._config)
+        begin = time.monotonic()
+        metrics = self._learner.update(groups, step.version_in)
+        seconds = time.monotonic() - begin
+        checksum = self._learner.weights_checksum()
+        result = ReplayedStep(
+            step=step.version_out,
+            asked=step.version_out >= self._plan.first,
+            trajectories=sum(len(group) for group in groups),
+            recorded=compared(step.metrics),
+            replayed=compared(metrics),
+            recorded_checksum=step.weights_checksum,
+            checksum=checksum,
+            seconds=seconds,
+        )
+        self._results.append(result)
+        if self._what_if is None or not result.asked:
+            metric = next(iter(result.differing), "weights")
+            if metric != "weights" and self._first is None:
+                old, new = result.recorded[metric], result.replayed[metric]
+                assert not same(old, new)
+                self._first = FirstDifference(result.step, metric, old, new)
+            self._compare_weights(result.step, step.weights_checksum, checksum)
+        self._progress(len(self._results), len(self._plan.steps))
+        return checksum
+
+    def _compare_weights(self, version: int, announced: str | None, redone: str) -> None:
+        if announced is None:
+            self._notes.append(f"version {version} is not announced any more: not compared")
+            return
+        if announced == redone:
+            return
+        log.info("version %d: %s was announced, %s replayed", version, announced, redone)
+        self._differing.append(Difference(version, announced, redone))
+        if self._first is None:
+            sizes = self._largest(version)
+            self._first = FirstDifference(version, "weights", announced, redone, *sizes)
+
+    def _largest(self, version: int) -> tuple[float | None, str | None]:
+        """The largest difference to the announced weights and its tensor, if they are stored."""
+        policy = self._run.policies.get(version)
+        if policy is None or self._config.trainer.engine == "emulated":
+            return None, None
+        from dora.weights.tensors import read_tensors  # torch, which takes seconds to import
+
+        with tempfile.TemporaryDirectory(prefix="dora-replay-") as cache:
+            try:
+                stored = WeightStore.of(self._config).fetch(policy, Path(cache))
+                return largest_difference(self._learner.export_state(), read_tensors(stored))
+            except (WeightsError, RunError) as error:
+                self._notes.append(f"version {version} cannot be compared: {error.message}")
+                return None, None
+
+
+def batches(steps: Sequence[Step], most: int = TRAJECTORIES_AT_ONCE) -> Iterator[list[Step]]:
+    """The steps in runs of at most `most` trajectories, of one step at least."""
+    batch: list[Step] = []
+    count = 0
+    for step in steps:
+        size = sum(len(ref.samples) for ref in step.trained)
+        if batch and count + size > most:
+            yield batch
+            batch, count = [], 0
+        batch.append(step)
+        count += size
+    if batch:
+        yield batch
+
+
+def unhurried(config: Config) -> Config:
+    """`config` with an emulated trainer that does not wait: its weights do not depend on that."""
+    still = {"step_seconds": 0.0, "seconds_per_token": 0.0, "publish_seconds": 0.0}
+    emulated = config.trainer.emulated.model_copy(update=still)
+    trainer = config.trainer.model_copy(update={"emulated": emulated})
+    return config.model_copy(update={"trainer": trainer})

@@ -1,0 +1,341 @@
+"""Redoing committed steps from the log.
+
+Invariant: a redone step trains exactly the trajectories that its ledger entry names, by partition
+and offset, in the recorded order; its weights are compared with what was announced, and a
+difference that is not allowed is never passed over in silence. A checkpoint is loaded only if the
+ledger names it and all its bytes are as they were written.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dora.bus.reader import LogReader, Unreadable
+from dora.bus.settings import ClusterSettings
+from dora.bus.topics import RunTopics
+from dora.config import Config
+from dora.config.trainer import RecoverySection, TrainerSection
+from dora.consumers.learner.base import Learning
+from dora.consumers.learner.batches import Sample
+from dora.consumers.learner.sharding import Place
+from dora.consumers.trainer.batch_builder import prepare_samples
+from dora.consumers.trainer.checkpoints import Checkpoints
+from dora.errors import BusError, DeadlineError, RunError, WeightsError
+from dora.log.ledger import History, whole_ledger
+from dora.schemas.records import GroupRef, Step, Trajectory
+from dora.telemetry.meter import meter
+from dora.weights.store import WeightStore
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+READ_SECONDS = 300.0
+"""How long to wait for trajectories that are in the log."""
+
+FAR = 500
+"""Records that are read past rather than skipped with a new request."""
+
+
+def fetch_trajectories(
+    reader: LogReader, topic: str, places: Iterable[Place], deadline: float
+) -> dict[Place, Trajectory]:
+    """The trajectories at the given (partition, offset) places.
+
+    `reader` is used for nothing else. Raises RunError if a place holds something else, BusError if
+    retention deleted it, DeadlineError (seconds) if the cluster does not deliver it.
+    """
+    wanted: dict[int, set[int]] = {}
+    for partition, offset in places:
+        wanted.setdefault(partition, set()).add(offset)
+    found: dict[Place, Trajectory] = {}
+    until = time.monotonic() + deadline
+    reader.assign({(topic, partition): min(offsets) for partition, offsets in wanted.items()})
+    while wanted:
+        for message in reader.poll(timeout=0.5):
+            missing = wanted.get(message.partition)
+            if missing is None:
+                continue
+            if message.offset in missing:
+                if not isinstance(message.value, Trajectory):
+                    what = (
+                        f"cannot be read ({message.value.reason})"
+                        if isinstance(message.value, Unreadable)
+                        else f"holds a {type(message.value).__name__}"
+                    )
+                    raise RunError(
+                        f"{topic} partition {message.partition} offset {message.offset}, which the "
+                        f"ledger trained, {what}"
+                    )
+                found[message.partition, message.offset] = message.value
+                missing.discard(message.offset)
+            if missing and message.offset > min(missing):
+                raise RunError(
+                    f"{topic} partition {message.partition} has no record at offset "
+                    f"{min(missing)}, which the ledger trained"
+                )
+            if not missing:
+                del wanted[message.partition]
+            elif min(missing) - message.offset > FAR:
+                reader.assign({(topic, message.partition): min(missing)})
+        if wanted and time.monotonic() > until:
+            partition, offsets = next(iter(wanted.items()))
+            raise DeadlineError(
+                f"{topic} partition {partition} offset {min(offsets)} did not arrive in "
+                f"{deadline:g} s"
+            )
+    return found
+
+
+def fetch_steps(
+    reader: LogReader, topic: str, steps: Iterable[Step], deadline: float
+) -> dict[Place, Trajectory]:
+    """The trajectories that `steps` trained; raises what `fetch_trajectories` raises."""
+    groups = [group for step in steps for group in places_of(step.trained)]
+    return fetch_trajectories(reader, topic, [p for group in groups for p in group], deadline)
+
+
+def places_of(refs: Iterable[GroupRef]) -> list[list[Place]]:
+    """Where the samples of each group lie, in the order in which they are trained."""
+    return [[(sample.partition, sample.offset) for sample in ref.samples] for ref in refs]
+
+
+def samples_of_step(
+    step: Step, records: Mapping[Place, Trajectory], vocabulary: int, config: Config
+) -> list[tuple[Sample, ...]]:
+    """The groups that `step` trained, in the recorded order; `records` hold their trajectories."""
+    newest = step.version_in if config.schedule.kind == "partial" else None
+    settings = config.trainer.loss
+    return [
+        prepare_samples(_trajectories_of(ref, records), ref.version, vocabulary, settings, newest)
+        for ref in step.trained
+    ]
+
+
+def redo(step: Step, reader: LogReader, topic: str, learner: Learning, config: Config) -> None:
+    """Train `step` again; raises what `fetch_trajectories` and the learner raise."""
+    records = fetch_steps(reader, topic, [step], READ_SECONDS)
+    groups = samples_of_step(step, records, learner.vocabulary, config)
+    learner.update(groups, step.version_in, places=places_of(step.trained))
+
+
+def _trajectories_of(ref: GroupRef, records: Mapping[Place, Trajectory]) -> list[Trajectory]:
+    trajectories = [records[s.partition, s.offset] for s in ref.samples]
+    for sample, trajectory in zip(ref.samples, trajectories, strict=True):
+        if (trajectory.group_id, trajectory.sample) != (ref.group_id, sample.sample):
+            raise RunError(
+                f"partition {sample.partition} offset {sample.offset} holds trajectory "
+                f"{trajectory.trajectory_id}, the ledger says {ref.group_id}/{sample.sample}"
+            )
+    return trajectories
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """Redone weights of `version` that are not those that were announced."""
+
+    version: int
+    announced: str
+    redone: str
+    largest: float | None
+    """Largest difference relative to the largest weight of its tensor (infinite where a weight is
+    no number); None if the announced weights are not stored any more."""
+    tensor: str | None
+    """The tensor with the largest difference."""
+
+    def __str__(self) -> str:
+        text = (
+            f"redoing step {self.version - 1} -> {self.version} from the log gave weights with "
+            f"checksum {self.redone[:16]}, the ledger says {self.announced[:16]}; "
+        )
+        if self.largest is None:
+            return text + "by how much they differ is not known: the announced ones are not kept"
+        if self.tensor is None:
+            return text + "the values are equal"
+        return (
+            text + f"the largest difference is {self.largest:.2g} of the largest weight of its "
+            f"tensor, in {self.tensor}"
+        )
+
+
+def largest_difference(
+    redone: "Mapping[str, torch.Tensor]", announced: "Mapping[str, torch.Tensor]"
+) -> tuple[float, str | None]:
+    """Largest difference relative to the largest weight of each tensor, and the tensor it is in.
+
+    RunError if the tensors are not the same ones.
+    """
+    largest, where = 0.0, None
+    if redone.keys() != announced.keys():
+        odd = sorted(redone.keys() ^ announced.keys())[0]
+        raise RunError(f"{odd} is in only one of the redone and the announced weights")
+    for name, expected in announced.items():
+        if not expected.numel():
+            continue
+        found = redone[name].detach().cpu().float()
+        scale = max(float(expected.float().abs().max()), 1e-8)
+        difference = float((found - expected.float()).abs().max()) / scale
+        if not difference <= largest:  # no number is the largest difference of all
+            largest = difference if math.isfinite(difference) else math.inf
+            where = name
+    return largest, where
+
+
+def check_allowed(deviation: Deviation, trainer: TrainerSection, recovery: RecoverySection) -> None:
+    """RunError if the configuration does not allow such a difference."""
+    allowed = 0.0 if trainer.deterministic else recovery.tolerance
+    within = deviation.largest is not None and deviation.largest <= allowed
+    if recovery.on_mismatch == "accept" or (within and not trainer.deterministic):
+        return
+    reasons = "another machine, or another version of torch or DeepSpeed"
+    if trainer.optimizer.schedule != "constant":
+        reasons += (
+            f", or another trainer.steps (the {trainer.optimizer.schedule} schedule depends on it)"
+        )
+    demanded = (
+        "bit-identical weights are demanded (trainer.deterministic)"
+        if trainer.deterministic
+        else f"{recovery.tolerance:g} is allowed (recovery.tolerance)"
+    )
+    raise RunError(
+        f"{deviation}; {demanded}",
+        hint=f"Something that the result depends on changed: {reasons}. Restore it, or set "
+        'recovery.on_mismatch = "accept" to go on with the redone weights.',
+    )
+
+
+class Recovery:
+    """Brings a fresh learner to the newest committed version of a run.
+
+    `say` is told what is going on; `damaged` names the checkpoints that could not be used.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        settings: ClusterSettings,
+        learner: Learning,
+        say: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._settings = settings
+        self._learner = learner
+        self._say = say
+        self._topic = RunTopics(config.run.name).trajectories
+        self._checkpoints = Checkpoints(config.run_directory / "checkpoints")
+        self.damaged: list[str] = []
+
+    def run(self, history: History) -> Deviation | None:
+        """Load the newest checkpoint that is whole (without one, the starting model is loaded
+        already), and redo the steps after it. What is returned was accepted.
+
+        Raises RunError if the weights differ from what the ledger announced by more than is
+        allowed, or a step cannot be redone; WeightsError and PolicyError if a checkpoint cannot be
+        loaded; and what `fetch_trajectories` raises.
+        """
+        base = self._whole_checkpoint(history.bases)
+        if base is None and self.damaged:
+            # the history at hand begins at a checkpoint that turned out to be damaged
+            log.warning("no checkpoint is left: redoing the run from version 0")
+            history = whole_ledger(self._config, self._settings, READ_SECONDS)
+        source = self._restore(base, history)
+        steps = history.redo_after(base)
+        deviation = self._redo_all(steps, history)
+        last = steps[-1] if steps else base
+        newest = 0 if last is None else last.version_out
+        count = len(steps)
+        log.info(
+            "recovered version %d from %s, %d steps redone from the log", newest, source, count
+        )
+        return deviation
+
+    def _whole_checkpoint(self, bases: Sequence[Step]) -> Step | None:
+        for base in reversed(bases):
+            assert base.checkpoint is not None
+            try:
+                self._checkpoints.verify(base.checkpoint)
+            except WeightsError as error:
+                self.damaged.append(base.checkpoint)
+                log.warning(
+                    "checkpoint %s is damaged, so an older one is used and more steps are redone: "
+                    "%s",
+                    base.checkpoint,
+                    error.message,
+                )
+            else:
+                return base
+        return None
+
+    def _restore(self, base: Step | None, history: History) -> str:
+        if base is not None and base.checkpoint is not None:
+            self._learner.load_checkpoint(self._checkpoints.path(base.checkpoint))
+            expected, source = base.weights_checksum, f"checkpoint {base.checkpoint}"
+        else:
+            if 0 not in history.policies:
+                raise RunError("the policies topic has no version 0, although the run has begun")
+            expected, source = history.policies[0].weights_checksum, "the starting model"
+        found = self._learner.weights_checksum()
+        if found != expected:
+            raise RunError(
+                f"{source} has weights with checksum {found[:16]}, the ledger says {expected[:16]}",
+                hint="The files were changed since. Restore them; a checkpoint may be removed, its "
+                "steps are then redone from the log.",
+            )
+        return source
+
+    def _redo_all(self, steps: Sequence[Step], history: History) -> Deviation | None:
+        deviation: Deviation | None = None
+        deterministic = self._config.trainer.deterministic
+        if not steps:
+            return None
+        with LogReader(self._settings, client_id="trainer-recovery") as reader:
+            for step in steps:
+                self._redo(step, reader)
+                # an accepted difference goes through all later steps: only its size is of interest
+                known = deviation is not None or not deterministic
+                if step is not steps[-1] and known:
+                    continue
+                redone = self._learner.weights_checksum()
+                if redone != step.weights_checksum:
+                    deviation = self._deviation(step, redone, history)
+                    check_allowed(deviation, self._config.trainer, self._config.recovery)
+                    log.warning("accepted: %s", deviation)
+                elif step is steps[-1]:
+                    deviation = None
+        return deviation
+
+    def _deviation(self, step: Step, redone: str, history: History) -> Deviation:
+        version = step.version_out
+        largest: float | None = None
+        tensor: str | None = None
+        from dora.weights.tensors import read_tensors  # torch, which takes seconds to import
+
+        try:
+            stored = WeightStore.of(self._config).fetch(
+                history.policies[version], self._config.run_directory / "scratch"
+            )
+        except WeightsError as error:
+            if not self._config.trainer.deterministic:
+                raise  # there is nothing else to compare with
+            log.warning("version %d cannot be compared: %s", version, error.message)
+        else:
+            largest, tensor = largest_difference(self._learner.export_state(), read_tensors(stored))
+        return Deviation(version, step.weights_checksum, redone, largest, tensor)
+
+    def _redo(self, step: Step, reader: LogReader) -> None:
+        self._say(f"redoing step {step.version_in} -> {step.version_out}")
+        try:
+            redo(step, reader, self._topic, self._learner, self._config)
+        except BusError as error:
+            if not self.damaged:
+                raise
+            raise RunError(
+                f"step {step.version_in} -> {step.version_out} cannot be redone: {error.message}",
+                hint=f"It is needed because checkpoint {', '.join(self.damaged)} is damaged. "
+                "Restore that, or give run.name another value.",
+            ) from error
+        meter().count("dora_trainer_redone_steps_total")

@@ -1,0 +1,339 @@
+"""The trainer: plans, trains, publishes and commits.
+
+Invariant: a step happened if and only if its ledger record is committed, and that record, the
+policy record of the new version and the consumer-group offsets are committed in one transaction,
+after weights and checkpoint are on disk. A trainer that was fenced can commit nothing. Everything
+it needs to go on after a crash is in the log and in the newest checkpoint.
+"""
+
+import logging
+import threading
+import time
+
+from dora.bus.acls import check_rights
+from dora.bus.reader import END, LogReader
+from dora.bus.settings import ClusterSettings
+from dora.bus.topics import RunTopics, TopicAdmin, topic_plan
+from dora.bus.transactions import TransactionalWriter
+from dora.bus.writer import LogWriter
+from dora.config import Config
+from dora.consumers.learner.base import Learning, create_learner, starting_model
+from dora.consumers.learner.ranks import Leader
+from dora.consumers.trainer.batch_builder import Planner
+from dora.consumers.trainer.batch_poller import BatchWait
+from dora.consumers.trainer.checkpoints import Checkpoints
+from dora.consumers.trainer.heartbeat import PROCESS, Heartbeat
+from dora.consumers.trainer.publication import Publisher
+from dora.consumers.trainer.record_handler import Intake
+from dora.consumers.trainer.recovery import Deviation, Recovery, places_of
+from dora.consumers.trainer.retention import check_ledger, check_retention
+from dora.consumers.trainer.step_reports import StepReports
+from dora.consumers.trainer.weight_users import WeightUsers
+from dora.core.window import Window
+from dora.errors import BusError, DoraError, FencedError
+from dora.log.ledger import (
+    History,
+    LedgerWriter,
+    check_continues,
+    first_entry,
+    new_state,
+    read_ledger,
+    resume,
+)
+from dora.log.version_offsets import live_positions
+from dora.schemas.records import GroupRef, Policy, Step
+from dora.telemetry.meter import meter
+
+log = logging.getLogger(__name__)
+
+READ_SECONDS = 300.0
+PROBES = 8
+
+# A launcher that lost a rank asks the others to stop: time in which the loss shows.
+_LAST_LOOK_SECONDS = 0.5
+
+
+class Trainer:
+    """The one trainer of a run; making it fences an older one. `run` does everything.
+
+    With `ranks` this process is rank 0 of several.
+    """
+
+    def __init__(
+        self, config: Config, settings: ClusterSettings, ranks: Leader | None = None
+    ) -> None:
+        self._config = config
+        self._ranks = ranks
+        self._settings = settings
+        self._run = config.run.name
+        topics = self._topics = RunTopics(self._run)
+        self._window = Window(config.window.max_staleness, config.window.groups_per_step)
+        self._state = new_state(config)
+        self._checkpoints = Checkpoints(config.run_directory / "checkpoints")
+        self._policies: dict[int, Policy] = {}
+        self._started_at = time.monotonic()
+        self._accepted: Deviation | None = None  # by the recovery, until the next step tells it
+        self._following = False  # the reader is at the live versions
+        check_rights("trainer", self._run, settings)
+        self._admin = TopicAdmin(settings)
+        self._admin.ping()
+        self._admin.verify(topic_plan(config))
+        # Fences an older trainer before the ledger is read, so that what is read is complete.
+        self._transactions = TransactionalWriter(
+            settings,
+            f"{self._run}.trainer",
+            client_id=PROCESS,
+            transaction_timeout=config.kafka.transaction_timeout_seconds,
+            partitions=[(t, 0) for t in (topics.steps, topics.policies, topics.workers)],
+        )
+        self._reader = LogReader(settings, client_id=PROCESS)
+        self._weight_users = WeightUsers(config, settings)
+        self._writer = LogWriter(settings, client_id=PROCESS)
+        self._heartbeat = Heartbeat(config, self._writer)
+        self._reports = StepReports(config)
+        self._ledger = LedgerWriter(
+            self._run,
+            self._heartbeat.incarnation,
+            self._transactions,
+            self._state,
+            patience=config.kafka.request_timeout_seconds,
+        )
+        self._learner: Learning
+        self._planner: Planner
+        self._intake: Intake
+        self._wait: BatchWait
+        self._publisher: Publisher
+
+    def run(self, stop: threading.Event) -> None:
+        """Train until `trainer.steps` are committed or `stop` is set (looked at between steps).
+
+        Raises FencedError when another trainer took over, RunError when the recorded run is not
+        this configuration's or cannot be redone, DeadlineError when no batch becomes admissible in
+        `trainer.batch_timeout_seconds`, and whatever Kafka, the model or the disk refuse.
+        """
+        try:
+            self._heartbeat.say("starting", "reading the ledger")
+            if self._prepare():
+                newest = self._state.newest
+                self._reader.assign(
+                    live_positions(self._reader, self._config, self._policies, newest)
+                    | {(self._topics.workers, 0): END}
+                )
+                self._following = True
+                while not self.complete and not stop.is_set():
+                    self._take_step(stop)
+                if self._ranks is not None and not self.complete:
+                    self._ranks.check(_LAST_LOOK_SECONDS)
+            done = "all steps are committed" if self.complete else "stopped between two steps"
+            log.info("%s: version %d", done, self._state.newest)
+            self._heartbeat.say("stopped", done)
+        except FencedError:
+            raise  # the status is the other trainer's now
+        except DoraError as error:
+            self._report_failure(error)
+            raise
+        finally:
+            self._transactions.close()
+            self._reader.close()
+            self._weight_users.close()
+            self._writer.close()
+            self._reports.close()
+
+    def _report_failure(self, error: DoraError) -> None:
+        try:
+            self._heartbeat.say("failed", error.message)
+        except BusError as undelivered:
+            log.warning("the failure could not be reported: %s", undelivered.message)
+
+    @property
+    def complete(self) -> bool:
+        """Whether `trainer.steps` are committed, as far as was read."""
+        return self._state.newest >= self._config.trainer.steps
+
+    def _prepare(self) -> bool:
+        """Read the ledger and bring the learner to its end; False if nothing is left to do."""
+        check_ledger(self._reader, self._topics)
+        whole = new_state(self._config)
+        history = read_ledger(
+            self._reader, self._topics, whole, self._checkpoints.names(), READ_SECONDS
+        )
+        resume(self._state, history)
+        if history.started is not None:
+            check_continues(
+                history.started,
+                self._config,
+                self._admin.cluster_id(),
+                self._admin.topic_ids(self._run),
+            )
+        check_retention(self._reader, self._topics, history, self._state.newest, self._window)
+        self._policies = history.policies
+        self._heartbeat.version = self._state.newest
+        if history.started is not None:
+            self._reports.begin(history.started, history.recent, self._state.newest)
+        if self.complete:
+            return False
+        self._heartbeat.say("loading", "loading the model")
+        model = starting_model(self._config)
+        beat = self._heartbeat.beat
+        self._learner = create_learner(
+            self._config, model, progress=self._progress, ranks=self._ranks
+        )
+        self._planner = Planner(
+            self._state,
+            self._config.trainer.loss,
+            self._learner.vocabulary,
+            mixed=self._config.schedule.kind == "partial",
+        )
+        self._intake = Intake(
+            self._config,
+            self._state,
+            self._planner,
+            self._ledger,
+            self._transactions,
+            self._writer,
+            self._heartbeat,
+        )
+        self._wait = BatchWait(
+            self._config,
+            self._planner,
+            self._state,
+            self._heartbeat,
+            poll=self._poll,
+            check=self._check,
+            set_aside=self._set_aside,
+        )
+        self._publisher = Publisher(
+            self._config, self._learner, model, self._reader, history, self._weight_users, beat
+        )
+        if history.started is None:
+            self._begin()
+        else:
+            self._recover(history)
+        self._publisher.prune(self._state.newest)
+        return True
+
+    def _recover(self, history: History) -> None:
+        recovery = Recovery(
+            self._config,
+            self._settings,
+            self._learner,
+            lambda message: self._heartbeat.say("training", message),
+        )
+        self._accepted = recovery.run(history)
+        self._publisher.discard(recovery.damaged)
+        self._publisher.restore(self._policies[self._state.newest])
+        if self._accepted is not None:
+            self._heartbeat.say("training", f"accepted: {self._accepted}")
+            self._heartbeat.beat(force=True)
+
+    def _begin(self) -> None:
+        """Begin the run: publish version 0 and commit the ledger's first record with it."""
+        with self._heartbeat.through("storing version 0"):
+            policy = self._publisher.publish(0)
+        started = first_entry(
+            self._config, self._admin.cluster_id(), self._admin.topic_ids(self._run)
+        )
+        self._ledger.begin(started, policy)
+        self._publisher.announced(policy, None)
+        self._policies[0] = policy
+        self._heartbeat.version = 0
+        self._reports.begin(started, (), 0)
+        log.info("run %s begins with version 0, %d parameters", self._run, self._learner.parameters)
+
+    def _take_step(self, stop: threading.Event) -> None:
+        """Wait for an admissible batch and train it; returns early if `stop` is set."""
+        waited_from = time.monotonic()
+        streamed = self._config.trainer.streamed
+        wait = self._wait
+        ready = wait.streamed(stop, self._learner) if streamed else wait.batch(stop)
+        if ready is None:
+            return
+        decision = ready.decision
+        train_from = time.monotonic()
+        version = self._state.newest
+        self._heartbeat.say("training", f"step {version} -> {version + 1}")
+        if streamed:
+            metrics = self._learner.finish() | {"streamed_seconds": ready.streamed_seconds}
+        else:
+            groups = [prepared.samples for prepared in decision.batch]
+            probes = self._planner.probes(decision.batch, PROBES)
+            places = places_of([prepared.ref for prepared in decision.batch])
+            metrics = self._learner.update(groups, version, probes, places)
+        publish_from = time.monotonic()
+        with self._heartbeat.through(f"storing version {version + 1}"):
+            policy = self._publisher.publish(version + 1)
+            # after an accepted difference no later redo should have to go through it again
+            checkpoint = self._publisher.write_checkpoint(policy, forced=self._accepted is not None)
+        now = time.monotonic()
+        surplus = self._state.counters.duplicates + self._state.counters.late
+        metrics |= {
+            "live_versions": float(self._intake.live_versions()),
+            "duplicates_ignored": float(surplus),
+            "idle_seconds": train_from - waited_from - ready.computed_seconds,
+            "train_seconds": publish_from - train_from + ready.computed_seconds,
+            "publish_seconds": now - publish_from,
+            "step_seconds": now - waited_from,
+            "wall_seconds": now - self._started_at,
+        }
+        if self._accepted is not None and self._accepted.largest is not None:
+            metrics["redo_difference_max"] = self._accepted.largest
+        trained = [prepared.ref for prepared in decision.batch]
+        step = self._ledger.commit_step(
+            policy, trained, decision.set_aside, metrics, checkpoint, self._read()
+        )
+        self._committed(step)
+        self._announced(policy, checkpoint)
+        self._accepted = None
+        log.info(
+            "version %d: reward %.3f, %d groups set aside, waited %.1f s, trained %.2f s",
+            policy.version,
+            metrics["reward_mean"],
+            len(decision.set_aside),
+            metrics["idle_seconds"],
+            metrics["train_seconds"],
+        )
+
+    def _committed(self, step: Step) -> None:
+        self._planner.committed(step)
+        self._reports.committed(step)
+        self._heartbeat.version = self._state.newest
+        self._heartbeat.beat()
+
+    def _announced(self, policy: Policy, checkpoint: str | None) -> None:
+        self._policies[policy.version] = policy
+        for version in [v for v in self._policies if v < policy.version]:
+            del self._policies[version]
+        self._publisher.announced(policy, checkpoint)
+        self._publisher.prune(policy.version)
+
+    def _read(self) -> dict[tuple[str, int], int]:
+        """Positions in the topics whose lag says something: journal and trajectories."""
+        return {
+            place: offset
+            for place, offset in self._reader.positions().items()
+            if place[0] in (self._topics.trajectories, self._topics.dispatch)
+        }
+
+    def _check(self) -> None:
+        """Raise if the trainer cannot go on: a rank is lost, or Kafka lost what it was given."""
+        if self._ranks is not None:
+            self._ranks.check()
+        self._ledger.check_seen()
+
+    def _set_aside(self, refs: tuple[GroupRef, ...]) -> None:
+        newest = self._policies[self._state.newest]
+        metrics = {"wall_seconds": time.monotonic() - self._started_at}
+        step = self._ledger.commit_set_aside(newest.weights_checksum, refs, metrics, self._read())
+        self._committed(step)
+        log.info("%d groups set aside, the first because of: %s", len(refs), refs[0].reason)
+
+    def _progress(self) -> None:
+        """Between two pieces of a step: a heartbeat, and what has arrived is read, so that the next
+        batch need not wait for it."""
+        self._heartbeat.beat()
+        if self._following:
+            self._poll(0.0)
+
+    def _poll(self, seconds: float) -> None:
+        self._intake.take(self._reader.poll(timeout=seconds))
+        meter().window(self._state, self._read)

@@ -1,0 +1,226 @@
+"""From what is known to who generates what: placement, balance and pauses of one tick.
+
+Invariant: nothing is decided twice. What one tick has sent, the next one sees in roster, pool and
+waiting trajectories.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from heapq import nlargest
+
+from dora.core.filling import fillable, oldest_filled
+from dora.core.scheduling.pending import Unplaced, Waiting
+from dora.core.scheduling.placement import Admit, Plan, Situation, Switch, assign
+from dora.core.scheduling.rebalancing import Rebalancing
+from dora.core.scheduling.schedules import Pauses, Schedule
+from dora.core.scheduling.workers import Roster
+from dora.core.state import RunState
+from dora.core.window import Window
+from dora.schemas.records import (
+    Status,
+)
+
+RUN_COMPLETE = "the run is complete"
+"""Reason of the last yields and stops of a run: nothing went wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What of a run's configuration a coordinator decides by; timeouts in seconds."""
+
+    window: Window
+    group_size: int
+    steps: int
+    success_threshold: float = 1.0
+    heartbeat_timeout: float = 30.0
+    load_timeout: float = 900.0
+    max_attempts: int = 5
+    evaluation_every: int = 0
+    evaluation_prompts: int = 0
+    schedule: Schedule = field(default_factory=Schedule)
+
+
+@dataclass(frozen=True, slots=True)
+class Yield:
+    """Let a worker stop an attempt and hand it back."""
+
+    worker: Status
+    trajectory_id: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is to be committed in one transaction; admissions come before what follows from them.
+
+    `moves` lets workers stop attempts and hand their tokens over, `pauses` suspends generation,
+    `stops` ends workers because the run is complete, `zombies` ends replaced incarnations,
+    `given_up` ends trajectories that no worker survives: their groups will be set aside. Plans name
+    workers; `addressees` are their newest statuses.
+    """
+
+    evaluations: tuple[Admit, ...] = ()
+    plan: Plan = field(default_factory=Plan)
+    yields: tuple[Yield, ...] = ()
+    moves: tuple[Yield, ...] = ()
+    pauses: tuple[Status, ...] = ()
+    stops: tuple[Status, ...] = ()
+    zombies: tuple[Status, ...] = ()
+    given_up: tuple[Unplaced, ...] = ()
+    last_yields: bool = False
+    addressees: Mapping[str, Status] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.evaluations
+            or self.plan
+            or self.yields
+            or self.moves
+            or self.pauses
+            or self.stops
+            or self.zombies
+            or self.given_up
+        )
+
+
+class Dispatch:
+    """Plans over what a coordination knows; it owns only when it last rebalanced and paused."""
+
+    def __init__(
+        self, rules: Rules, state: RunState, roster: Roster, waiting: Waiting, *, ranked: bool
+    ) -> None:
+        self._ranked = ranked
+        self.pauses = Pauses()
+        self._rules = rules
+        self._state = state
+        self._roster = roster
+        self._waiting = waiting
+        roster.pool.follows = rules.schedule.roams or rules.schedule.adapters
+        self._rebalancing = Rebalancing(
+            rules.schedule.rebalance_seconds, rules.schedule.memory_threshold
+        )
+
+    def place(self, now: float, *, blocked: bool) -> tuple[Plan, list[Yield]]:
+        """Who generates what; `blocked`: what is about to be placed comes before new groups."""
+        schedule, state = self._rules.schedule, self._state
+        self._roster.pool.turn_to(state.newest)
+        admissible = schedule.admissible(state, self._rules.steps - state.newest)
+        made = assign(
+            self._roster.pool,
+            self._waiting,
+            Situation(
+                newest=state.newest,
+                admissible=0 if blocked else admissible,
+                next_ordinal=state.next_ordinal,
+                group_size=self._rules.group_size,
+                older={} if blocked else self._older(admissible),
+                whole=schedule.whole,
+                ahead=self._ahead(),
+                roams=schedule.roams,
+                many=schedule.adapters,
+                migration=schedule.moves,
+            ),
+        )
+        demand = (admissible - len(made.plan.admissions)) * self._rules.group_size
+        pool = self._roster.pool
+        left = {pool.view(switch.worker).version for switch in made.plan.switches}
+        moves = self._moves(made.homeless, demand, left, now)
+        giving = {each.worker.process for each in moves}
+        if any(start.worker in giving for start in made.plan.starts):
+            starts = tuple(start for start in made.plan.starts if start.worker not in giving)
+            return replace(made.plan, starts=starts), moves
+        return made.plan, moves
+
+    def _ahead(self) -> int:
+        """How many trajectories may wait so that the longest of them start first. With a window of
+        one version, all; else they would wait under a version that is no more the newest."""
+        if not self._ranked:
+            return 0
+        if self._rules.window.max_staleness == 0:
+            return self._rules.window.capacity * self._rules.group_size
+        return self._roster.pool.capacity // 4
+
+    def _older(self, admissible: int) -> dict[int, int]:
+        """An older version with idle slots on its last worker, and how many groups may start under
+        it; none where the newest version has room for all that may start."""
+        window, newest, size = self._rules.window, self._state.newest, self._rules.group_size
+        pool = self._roster.pool
+        schedule = self._rules.schedule
+        if not schedule.fills:
+            return {}
+        if admissible * size <= pool.shelf(newest).room:
+            return {}
+        for version in range(newest - 1, oldest_filled(window, newest) - 1, -1):
+            shelf = pool.shelf(version)
+            alone = shelf.workers - shelf.leaving == 1
+            if not (alone and shelf.room) or self._waiting.count(version):
+                continue
+            most = min(admissible, -(-shelf.room // size))
+            count = fillable(window, newest, self._state.outstanding, version, most)
+            if count:
+                return {version: count}
+        return {}
+
+    def _moves(self, homeless: list[int], demand: int, left: set[int], now: float) -> list[Yield]:
+        """What is to go to another worker. Versions that workers have just `left` are looked at
+        once these are gone: their room goes with them."""
+        roster, newest = self._roster, self._state.newest
+        moves: list[Yield] = []
+        if self._rules.schedule.moves:
+            emptied = self._rebalancing.evict(roster.pool, homeless, newest)
+            if not emptied:
+                emptied = self._rebalancing.consolidate(
+                    roster.pool,
+                    self._waiting,
+                    newest=newest,
+                    demand=demand,
+                    left=left,
+                    quiet_since=roster.settled_at,
+                    now=now,
+                )
+            for each in emptied:
+                moves += self._move(each.worker, each.reason, None, now)
+        if self._rules.schedule.migration and not self._rules.schedule.roams:
+            for name in roster.pressed:
+                count = self._rebalancing.relief(roster, self._waiting, name, now)
+                if count:
+                    moves += self._move(name, "its memory runs high", count, now)
+        return moves
+
+    def _move(self, name: str, reason: str, count: int | None, now: float) -> list[Yield]:
+        """Moves of all trajectories of a worker, or of the `count` youngest that may move."""
+        member = self._roster.member(name)
+        if member is None:
+            return []
+        held = [
+            (hold.sent_at, identity, hold.attempt)
+            for identity in member.holds - member.moving
+            if (hold := self._roster.held(identity)) is not None
+        ]
+        if count is not None:
+            settled = now - self._rules.schedule.rebalance_seconds
+            held = nlargest(count, [h for h in held if h[2] == 0 or h[0] <= settled])
+        return [Yield(member.status, identity, n, reason) for _, identity, n in sorted(held)]
+
+    def pause(self, plan: Plan) -> tuple[Plan, list[Status]]:
+        """Who pauses while a step is trained on the same devices, and who goes on after it."""
+        if not self._rules.schedule.pauses:
+            return plan, []
+        newest = self._state.newest
+        pauses, resumed = self.pauses.due(self._roster.members(), newest)
+        switching = {switch.worker for switch in plan.switches}
+        switches = [
+            Switch(status.process, newest, "training is over")
+            for status in resumed
+            if status.process not in switching
+        ]
+        return replace(plan, switches=(*plan.switches, *switches)), [
+            status for status in pauses if status.process not in switching
+        ]
+
+    def addressees(self, plan: Plan) -> dict[str, Status]:
+        names = {start.worker for start in plan.starts}
+        names.update(switch.worker for switch in plan.switches)
+        members = ((name, self._roster.member(name)) for name in names)
+        return {name: member.status for name, member in members if member is not None}

@@ -1,0 +1,406 @@
+"""The coordinator's view of the workers and of who holds which trajectory.
+
+Invariant: a trajectory has at most one holder, and a holder is one incarnation of a worker. A
+trajectory whose holder is gone (silent, replaced, failed, stopped, or alive and not knowing of it)
+comes back from `lost` exactly once, to be placed again as a new attempt. One that its holder was
+told to hand over (`moving`) comes back from `handed_over`, or from `lost` if that takes too long.
+
+Time is passed in (seconds of a monotonic clock of the caller): the time stamps in records belong to
+other machines' clocks, which may jump. No question is answered by a walk over all workers.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from dora.core.processes import GONE, PATIENT, USABLE
+from dora.core.scheduling.estimates import Speeds
+from dora.core.scheduling.pool import Pool, WorkerView
+from dora.schemas.records import Command, Status
+
+# Attempts in the hands of workers, and how a worker names them.
+#
+# Invariant: `parse_holding(holding(t, a)) == (t, a)` for every trajectory id and attempt.
+
+
+def holding(trajectory_id: str, attempt: int) -> str:
+    """How a worker names an attempt in `Status.running`."""
+    return f"{trajectory_id}#{attempt}"
+
+
+def parse_holding(text: str) -> tuple[str, int]:
+    """Trajectory id and attempt of an entry of `Status.running`; ValueError when malformed."""
+    trajectory_id, separator, attempt = text.rpartition("#")
+    if not separator or not attempt.isdecimal():
+        raise ValueError(f"{text!r} names no attempt: it must read <trajectory id>#<attempt>")
+    return trajectory_id, int(attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """An attempt in the hands of a worker; `moving`: it was told to hand it over."""
+
+    worker: str
+    incarnation: str
+    attempt: int
+    sent_at: float
+    moving: bool = False
+
+
+RELIEVED = 0.05
+"""Memory counts as relieved this share of the cache below the threshold: nothing flickers."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One incarnation of a worker as last heard.
+
+    `superseded` are attempts that it generates although others took them over (it was given up and
+    came back), `yielded` those of them that it was told to stop. `moving` are those of its `holds`
+    that it is to hand over; a worker that is to hand over all is `leaving` until it gets new work.
+    `named` is how its status should name its holds. `settled_at`: when it last got a version or
+    another's trajectory; `check_at`: when its silence is looked at.
+    """
+
+    status: Status
+    heard_at: float
+    confirmed: bool
+    switching_to: int | None = None
+    holds: set[str] = field(default_factory=set)
+    moving: set[str] = field(default_factory=set)
+    named: set[str] = field(default_factory=set)
+    superseded: set[str] = field(default_factory=set)
+    yielded: set[str] = field(default_factory=set)
+    leaving: bool = False
+    pressed: bool = False
+    settled_at: float = float("-inf")
+    check_at: float = float("inf")
+
+
+class Roster:
+    """Workers and holds; `pool` indexes those that can generate, or are on their way to.
+
+    `heartbeat_timeout` (seconds) is how long a worker may be silent; one that loads weights may be
+    silent for `load_timeout`. `memory_threshold` is the share of a worker's key-value cache from
+    which on it is `pressed`.
+    """
+
+    def __init__(
+        self, *, heartbeat_timeout: float, load_timeout: float, memory_threshold: float = 1.0
+    ) -> None:
+        self.pool = Pool()
+        self.pressed: dict[str, None] = {}
+        """Workers whose memory runs high."""
+        self.disputed: dict[str, None] = {}
+        """Workers that generate what others took over."""
+        self._heartbeat_timeout = heartbeat_timeout
+        self._load_timeout = load_timeout
+        self._memory_threshold = memory_threshold
+        self._excused_at = float("-inf")
+        self._speeds = Speeds()
+        self._members: dict[str, Member] = {}
+        self._holds: dict[str, Hold] = {}
+        self._attempts: dict[str, int] = {}
+        self._moved: dict[str, set[int]] = {}  # attempts that were told to move
+        self._lost: list[str] = []
+        self._replaced: set[str] = set()
+        self._silences: list[tuple[float, str]] = []  # when to look at a worker's silence
+        self._handovers: list[tuple[float, str, int]] = []  # when to look at a move
+
+    def hear(self, status: Status, now: float, *, live: bool = True) -> bool:
+        """Takes a worker's status; False if it comes from a replaced incarnation (a zombie).
+
+        `live` is false for what was read while catching up: such a worker is given no work before
+        it speaks again.
+        """
+        if status.incarnation in self._replaced:
+            return status.state in GONE
+        name = status.process
+        member = self._members.get(name)
+        if member is None or member.status.incarnation != status.incarnation:
+            if member is not None:
+                self._replaced.add(member.status.incarnation)
+                self._release(member)
+                self._speeds.forget(name)
+                self.disputed.pop(name, None)
+            member = self._members[name] = Member(status, now, live)
+        switched = member.status.loading != -1 and status.loading == -1
+        if status.version != member.status.version:
+            member.settled_at = now
+            member.leaving = False  # it has left
+        member.status = status
+        member.heard_at = now
+        member.confirmed = member.confirmed or live
+        if status.loading != -1:
+            member.switching_to = status.loading
+        elif switched or member.switching_to in (status.version, *status.versions):
+            # done, or given up because the version had left the window
+            member.switching_to = None
+        self._compare(member, live=live)
+        self._measure(member)
+        if status.state in GONE:
+            self._release(member)
+        self._watch(member)
+        self._changed(member)
+        return True
+
+    def _compare(self, member: Member, *, live: bool) -> None:
+        """Finds attempts in a worker's hands that are not its own any more, and its own of which it
+        does not know."""
+        running = set(member.status.running)
+        for held in sorted(member.named - running):
+            trajectory_id, _ = parse_holding(held)
+            hold = self._holds[trajectory_id]
+            if member.heard_at - hold.sent_at > self._heartbeat_timeout and not hold.moving:
+                self._drop(trajectory_id)
+                self._lost.append(trajectory_id)
+        if not live:
+            return
+        member.yielded &= running
+        member.superseded.clear()
+        for held in running - member.named - member.yielded:
+            trajectory_id, _ = parse_holding(held)
+            if trajectory_id in self._attempts:
+                member.superseded.add(held)
+        self._dispute(member)
+
+    def _dispute(self, member: Member) -> None:
+        if member.superseded:
+            self.disputed[member.status.process] = None
+        else:
+            self.disputed.pop(member.status.process, None)
+
+    def _measure(self, member: Member) -> None:
+        """Speed and memory, as far as the worker tells them."""
+        status = member.status
+        rate = status.metrics.get("tokens_per_second")
+        if rate is not None:
+            self._speeds.heard(status.process, rate, len(status.running))
+        used = status.metrics.get("kv_used_share", 0.0)
+        limit = self._memory_threshold - (RELIEVED if member.pressed else 0.0)
+        # a lone trajectory has nobody to make room for
+        member.pressed = used >= limit and len(status.running) > 1
+        if member.pressed:
+            self.pressed[status.process] = None
+        else:
+            self.pressed.pop(status.process, None)
+
+    def sent(self, command: Command, now: float, offset: int | None = None) -> None:
+        """Notes a command that is in the log: just written, or read while catching up.
+
+        `offset` is given for the latter, after the worker's status was heard: a command that the
+        worker has carried out leaves only what its status shows.
+        """
+        member = self._members.get(command.worker)
+        if member is not None and member.status.incarnation != command.incarnation:
+            member = None
+        if (
+            member is not None
+            and offset is not None
+            and offset <= member.status.command_offset
+            and not (
+                command.kind == "start"
+                and holding(command.trajectory_id, command.attempt) in member.status.running
+            )
+        ):
+            member = None
+        match command.kind:
+            case "start":
+                self._sent_start(command, member, now)
+            case "yield":
+                self._sent_yield(command, member)
+            case "move":
+                self._sent_move(command, member, now)
+            case "switch" if member is not None:
+                if command.policy_version not in (member.status.version, *member.status.versions):
+                    member.switching_to = command.policy_version
+        if member is not None:
+            self._watch(member)
+            self._changed(member)
+
+    def _sent_start(self, command: Command, member: Member | None, now: float) -> None:
+        trajectory_id = command.trajectory_id
+        known = self._attempts.get(trajectory_id, -1)
+        self._attempts[trajectory_id] = max(known, command.attempt)
+        self._drop(trajectory_id)
+        if member is None or member.status.state in GONE:
+            return
+        self._holds[trajectory_id] = Hold(command.worker, command.incarnation, command.attempt, now)
+        member.holds.add(trajectory_id)
+        member.named.add(holding(trajectory_id, command.attempt))
+        member.leaving = False
+        if command.attempt - 1 in self._moved.get(trajectory_id, ()):
+            member.settled_at = now
+
+    def _sent_yield(self, command: Command, member: Member | None) -> None:
+        hold = self._holds.get(command.trajectory_id)
+        if hold is not None and (hold.incarnation, hold.attempt) == (
+            command.incarnation,
+            command.attempt,
+        ):
+            self._drop(command.trajectory_id)
+        if member is not None:
+            held = holding(command.trajectory_id, command.attempt)
+            member.superseded.discard(held)
+            member.yielded.add(held)
+            self._dispute(member)
+
+    def _sent_move(self, command: Command, member: Member | None, now: float) -> None:
+        trajectory_id = command.trajectory_id
+        self._moved.setdefault(trajectory_id, set()).add(command.attempt)
+        hold = self._holds.get(trajectory_id)
+        if member is None or hold is None or hold.attempt != command.attempt:
+            return  # carried out already: whoever still names it will finish it
+        self._holds[trajectory_id] = Hold(hold.worker, hold.incarnation, hold.attempt, now, True)
+        member.moving.add(trajectory_id)
+        member.leaving = len(member.moving) == len(member.holds)
+        heappush(self._handovers, (now + self._heartbeat_timeout, trajectory_id, command.attempt))
+
+    def handed_over(self, trajectory_id: str, attempt: int) -> bool:
+        """The tokens of an attempt that was told to move came: nobody holds it any more. False if
+        nobody waits for them."""
+        hold = self._holds.get(trajectory_id)
+        if hold is None or not hold.moving or hold.attempt != attempt:
+            return False
+        self._drop(trajectory_id)
+        return True
+
+    def moved(self, trajectory_id: str, since: int) -> int:
+        """How many attempts from number `since` on ended because they were told to move."""
+        return sum(attempt >= since for attempt in self._moved.get(trajectory_id, ()))
+
+    def seen_attempt(self, trajectory_id: str, attempt: int) -> None:
+        """Notes an attempt number that the log shows, so that the next one is higher."""
+        self._attempts[trajectory_id] = max(self._attempts.get(trajectory_id, -1), attempt)
+
+    def finished(self, trajectory_id: str) -> None:
+        """The trajectory needs nobody any more."""
+        self._drop(trajectory_id)
+        self._attempts.pop(trajectory_id, None)
+        self._moved.pop(trajectory_id, None)
+
+    def next_attempt(self, trajectory_id: str) -> int:
+        """Number of the next attempt: one more than the highest known."""
+        return self._attempts.get(trajectory_id, -1) + 1
+
+    def held(self, trajectory_id: str) -> Hold | None:
+        """Who holds the trajectory, or is about to hand it over."""
+        return self._holds.get(trajectory_id)
+
+    def lost(self, now: float) -> list[str]:
+        """Trajectories that lost their holder since the last call."""
+        while self._silences and self._silences[0][0] < now:
+            at, name = heappop(self._silences)
+            member = self._members[name]
+            if member.check_at != at:
+                continue  # looked at earlier
+            member.check_at = float("inf")
+            if self.silent(member, now):
+                self._release(member)
+                member.confirmed = False
+                self._changed(member)
+            else:
+                self._watch(member)
+        while self._handovers and self._handovers[0][0] < now:
+            at, trajectory_id, attempt = heappop(self._handovers)
+            hold = self._holds.get(trajectory_id)
+            if hold is None or not hold.moving or hold.attempt != attempt:
+                continue
+            due = max(hold.sent_at, self._excused_at) + self._heartbeat_timeout
+            if due < now:
+                self._drop(trajectory_id)
+                self._lost.append(trajectory_id)
+            else:
+                heappush(self._handovers, (due, trajectory_id, attempt))
+        lost, self._lost = self._lost, []
+        return lost
+
+    def silent(self, member: Member, now: float) -> bool:
+        """Whether the worker has been silent for longer than what it does allows."""
+        return self._silent_from(member) < now
+
+    def _silent_from(self, member: Member) -> float:
+        """When the worker's silence becomes too long, if it goes on."""
+        if member.status.state in GONE:
+            return float("inf")
+        patient = member.status.state in PATIENT or member.switching_to is not None
+        limit = self._load_timeout if patient else self._heartbeat_timeout
+        return max(member.heard_at, self._excused_at) + limit
+
+    def _watch(self, member: Member) -> None:
+        """Has the worker's silence looked at in time."""
+        due = self._silent_from(member)
+        if due < member.check_at:
+            member.check_at = due
+            heappush(self._silences, (due, member.status.process))
+
+    def excuse(self, now: float) -> None:
+        """Nobody could be heard for a while, for a reason that is not theirs: their silence counts
+        from now on."""
+        self._excused_at = now
+
+    def members(self) -> Iterable[Member]:
+        """All workers ever heard, in their newest incarnation."""
+        return self._members.values()
+
+    def member(self, name: str) -> Member | None:
+        """The newest incarnation of a worker."""
+        return self._members.get(name)
+
+    def settled_at(self, name: str) -> float:
+        """When the worker last got a version or another's trajectory; KeyError if never heard."""
+        return self._members[name].settled_at
+
+    def _changed(self, member: Member) -> None:
+        """Brings the pool up to date."""
+        status = member.status
+        name = status.process
+        if (
+            member.confirmed
+            and (status.state in USABLE or member.switching_to is not None)
+            and status.state not in GONE
+            and status.capacity > 0
+        ):
+            self.pool.put(
+                WorkerView(
+                    name,
+                    status.version,
+                    status.capacity,
+                    len(member.holds),
+                    member.switching_to,
+                    status.versions,
+                    member.leaving,
+                    member.pressed or bool(member.moving),
+                    self._speeds.of(name),
+                    _places(status),
+                )
+            )
+        else:
+            self.pool.drop(name)
+
+    def _drop(self, trajectory_id: str) -> None:
+        hold = self._holds.pop(trajectory_id, None)
+        member = None if hold is None else self._members.get(hold.worker)
+        if hold is not None and member is not None:
+            member.holds.discard(trajectory_id)
+            member.moving.discard(trajectory_id)
+            member.named.discard(holding(trajectory_id, hold.attempt))
+            self._changed(member)
+
+    def _release(self, member: Member) -> None:
+        member.switching_to = None
+        member.leaving = False
+        lost = sorted(member.holds)
+        for trajectory_id in lost:
+            del self._holds[trajectory_id]
+        for names in (member.holds, member.moving, member.named):
+            names.clear()
+        self._lost += lost
+        self.pool.drop(member.status.process)
+        self.pressed.pop(member.status.process, None)
+
+
+def _places(status: Status) -> int | None:
+    """How many versions a worker has room for, where it says so; nonsense says nothing."""
+    places = status.metrics.get("adapters", 0.0)
+    return int(places) if 1 <= places < float("inf") else None

@@ -1,0 +1,266 @@
+"""The loop of a process that hosts one rollout worker, or many emulated ones.
+
+Invariant: each worker is one of its own to the rest of the run (its commands, its incarnation, its
+statuses), while they share one thread, one reader and one writer. Whoever has something to do gets
+a turn, and the parts of a turn are taken together, so that all wait for Kafka once, not each.
+"""
+
+import faulthandler
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from dora.bus.reader import LogReader, Message
+from dora.bus.settings import ClusterSettings
+from dora.bus.writer import LogWriter
+from dora.config import Config
+from dora.errors import UsageError
+from dora.producers.engines import Engine, create_engine
+from dora.producers.tasks.base import create_task
+from dora.producers.tasks.hooks import load_hook
+from dora.producers.tasks.tokenization import stop_token_ids, tokenizer_of
+from dora.producers.worker import process
+from dora.producers.worker.hosting import Installer
+from dora.producers.worker.scoring import EmulatedScorer, Scorer
+from dora.producers.worker.worker import Worker
+from dora.producers.worker.worker_id_lock import claim_worker_ids
+from dora.schemas.records import Command, Policy
+from dora.weights.store import WeightStore
+
+# Ends a process whose main loop does not come back.
+#
+# Invariant: between two calls of `alive` passes no more time than the former call allowed, or the
+# process writes where every thread stands to standard error and ends with exit code 1, without
+# cleaning up: a call that never returns (an engine, a driver, a library) cannot be interrupted
+# otherwise. Whoever started the process starts it again.
+
+
+def alive(seconds: float) -> None:
+    """The main loop is alive and will be heard again within `seconds`."""
+    # the real one: a stream put in its place may have no file to write to
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
+
+
+def off() -> None:
+    """The main loop has ended."""
+    faulthandler.cancel_dump_traceback_later()
+
+
+TURN_SECONDS = 0.002
+"""Time between two turns, in which what is due comes together. On devices that are emulated
+40 times too fast it is less than a tenth of an emulated second."""
+
+MakeWorker = Callable[[str, LogWriter, Callable[[], None]], Worker]
+
+
+def work(
+    settings: ClusterSettings,
+    names: Sequence[str],
+    make: MakeWorker,
+    stop: threading.Event,
+    *,
+    flush_seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Run the workers of these names until `stop` is set or the coordinator has stopped them all.
+
+    `make` puts the worker of a name on the shared writer; it also gets what reads newly arrived
+    records while the worker itself is busy. Raises what one of them dies of, after all have said
+    that they failed: CanaryError or WeightsError when a version cannot be put into the engine,
+    BusError when Kafka refuses, and whatever the engine itself dies of.
+    """
+    reader = LogReader(settings, client_id=names[0])
+    writer = LogWriter(settings, client_id=names[0])
+    fleet = Fleet(writer, flush_seconds, clock)
+
+    def catch_up(seconds: float = 1.0) -> None:
+        fleet.receive(reader.poll(timeout=seconds))
+
+    try:
+        for name in names:
+            fleet.add(make(name, writer, catch_up))
+        try:
+            reader.assign(fleet.positions())
+            fleet.begin()
+            while not stop.is_set() and fleet.workers:
+                fleet.receive(reader.poll(timeout=fleet.wait()))
+                fleet.turn()
+            fleet.end()
+        except Exception as error:
+            fleet.failed(error)
+            raise
+    finally:
+        reader.close()
+        writer.close()
+
+
+class Fleet:
+    """The workers of a process, by name; they write with `writer`."""
+
+    def __init__(self, writer: LogWriter, flush_seconds: float, clock: Callable[[], float]) -> None:
+        self.workers: dict[str, Worker] = {}
+        self._writer = writer
+        self._flush_seconds = flush_seconds
+        self._clock = clock
+        self._due_at: dict[str, float] = {}
+        self._turned_at = clock()
+
+    def add(self, worker: Worker) -> None:
+        """One more worker."""
+        self.workers[worker.name] = worker
+        self._due_at[worker.name] = self._clock()
+
+    def positions(self) -> dict[tuple[str, int], int]:
+        """What all of them read."""
+        return {
+            place: offset
+            for worker in self.workers.values()
+            for place, offset in worker.positions.items()
+        }
+
+    def begin(self) -> None:
+        """Tell the coordinator of all of them."""
+        for worker in self.workers.values():
+            worker.begin()
+
+    def receive(self, messages: Iterable[Message]) -> None:
+        """Give records to those whom they concern."""
+        for message in messages:
+            for worker in self._concerned(message):
+                worker.receive(message)
+                self._due_at[worker.name] = 0.0
+
+    def _concerned(self, message: Message) -> list[Worker]:
+        if isinstance(message.value, Command):
+            worker = self.workers.get(message.value.worker)
+            return [] if worker is None else [worker]
+        if isinstance(message.value, Policy):
+            return list(self.workers.values())
+        # One dead letter about an unreadable record is enough.
+        place = (message.topic, message.partition)
+        return [w for w in self.workers.values() if place in w.positions][:1]
+
+    def wait(self) -> float:
+        """Seconds that may pass before the next turn, unless a record arrives."""
+        now = self._clock()
+        earliest = min(self._due_at.values(), default=now)
+        return max(0.0, earliest - now, self._turned_at + TURN_SECONDS - now)
+
+    def turn(self) -> None:
+        """A turn for everyone who has something to do: those longest due first."""
+        now = self._turned_at = self._clock()
+        due = sorted(
+            (w for w in self.workers.values() if self._due_at[w.name] <= now or w.report_due),
+            key=lambda worker: self._due_at[worker.name],
+        )
+        for worker in due:
+            worker.step()
+        if any(worker.has_results for worker in due):
+            self._flush()
+        for worker in due:
+            worker.absorb()
+        reporting = [worker for worker in due if worker.report_due]
+        if reporting:
+            self._flush()
+        for worker in reporting:
+            worker.report()
+        for worker in due:
+            self._due_at[worker.name] = now + worker.wait()
+        for worker in [w for w in due if w.told_to_stop]:
+            worker.end()
+            del self.workers[worker.name], self._due_at[worker.name]
+
+    def end(self) -> None:
+        """Hand back what is in hand, and say goodbye."""
+        for worker in self.workers.values():
+            worker.end()
+
+    def failed(self, error: Exception) -> None:
+        """Last words of all."""
+        for worker in self.workers.values():
+            worker.failed(error)
+
+    def _flush(self) -> None:
+        self._writer.flush(self._flush_seconds)
+
+
+def fleet_names(first: str, count: int) -> list[str]:
+    """Names of the workers that a process hosts: counted on from the number at the end of `first`,
+    or with numbers put behind it. A single worker is called `first`."""
+    if count == 1:
+        return [first]
+    stem = first.rstrip("0123456789")
+    if stem == first:
+        return [f"{first}-{number}" for number in range(count)]
+    start = int(first[len(stem) :])
+    return [f"{stem}{number}" for number in range(start, start + count)]
+
+
+# Puts the rollout workers of a process together: tokenizer, task, scorer, weight store, engine.
+#
+# Invariant: everything that can be refused (worker id in use, model, tokenizer, data set,
+# verifier) is refused before an engine starts.
+
+
+def run_workers(
+    config: Config,
+    settings: ClusterSettings,
+    first: str,
+    stop: threading.Event,
+    *,
+    count: int = 1,
+) -> None:
+    """Runs the worker named `first`, or `count` emulated ones named from there on, until told to
+    stop; raises what makes it impossible to go on."""
+    emulated = config.rollout.engine == "emulated"
+    if count > 1 and not emulated:
+        raise UsageError(
+            f"{count} workers in one process need rollout.engine = emulated, not "
+            f"{config.rollout.engine}"
+        )
+    names = fleet_names(first, count)
+    # generation is one thread's work; more threads of numeric libraries only get in its way
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
+    claim_worker_ids(
+        settings, config.run.name, names, heartbeat_seconds=config.rollout.heartbeat_seconds
+    )
+    tokenizer = tokenizer_of(config)
+    task = create_task(config, tokenizer)
+    if config.task.verifier is not None:
+        # the scorer's processes load it too, but would report it only once the engine is there
+        load_hook(config.task.verifier, config.home, "task.verifier")
+    stops = stop_token_ids(config, tokenizer)
+    opened: list[Engine | Scorer | EmulatedScorer] = []
+
+    def make(name: str, writer: LogWriter, catch_up: Callable[[], None]) -> Worker:
+        scorer = (
+            EmulatedScorer(config.rollout.emulated.success_rate)
+            if emulated
+            else Scorer(config.task, config.home)
+        )
+        opened.append(scorer)
+        engine = create_engine(config, name)
+        opened.append(engine)
+        installer = Installer(
+            engine,
+            WeightStore.of(config),
+            config.run_directory / "cache" / name,
+            # the emulated engine has no weights that could be wrong
+            tolerance=math.inf if emulated else config.rollout.canary_tolerance,
+            clock=time.monotonic,
+        )
+        return Worker(
+            config, writer, name, engine=engine, installer=installer, task=task,
+            tokenizer=tokenizer, scorer=scorer, stop_token_ids=stops, alive=process.alive,
+            catch_up=catch_up,
+        )  # fmt: skip
+
+    try:
+        work(settings, names, make, stop, flush_seconds=config.kafka.request_timeout_seconds)
+    finally:
+        process.off()
+        for each in opened:
+            each.close()

@@ -1,0 +1,128 @@
+"""What a rollout worker says of itself: statuses, metrics, dead letters.
+
+Invariant: a status is sent only after everything that was written before it is acknowledged by
+Kafka, so what a worker no longer names as running is safe in the log.
+"""
+
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Callable, Iterable
+
+from dora.bus.reader import Message
+from dora.bus.topics import RunTopics
+from dora.bus.writer import LogWriter
+from dora.config import Config
+from dora.log.dead_letters import dead_letter
+from dora.schemas.records import ProcessState, Status
+from dora.telemetry.meter import meter
+
+log = logging.getLogger(__name__)
+
+UNSENT = ("loading", "stopped", "failed")
+"""States after which nothing else is sent for a while, or ever."""
+
+
+class Reporter:
+    """Speaks for the worker `name`; `clock` is in seconds, `now_ms` Unix time in milliseconds."""
+
+    def __init__(
+        self,
+        config: Config,
+        writer: LogWriter,
+        name: str,
+        clock: Callable[[], float],
+        now_ms: Callable[[], int],
+    ) -> None:
+        self.incarnation = uuid.uuid4().hex
+        self.state: ProcessState = "starting"
+        self.message = ""
+        self.metrics: dict[str, float] = {"tokens_total": 0.0, "trajectories_total": 0.0}
+        self.sent_at = float("-inf")
+        self._config = config
+        self._writer = writer
+        self._name = name
+        self._clock = clock
+        self._now_ms = now_ms
+        self._topics = RunTopics(config.run.name)
+        self._rate_at = clock()
+        self._rate_tokens = 0.0
+        self._commanded_at = clock()
+
+    def commanded(self) -> None:
+        """A command of the coordinator was read."""
+        self._commanded_at = self._clock()
+
+    def count(self, name: str, by: float = 1.0) -> None:
+        """Add to a metric that counts."""
+        self.metrics[name] = self.metrics.get(name, 0.0) + by
+
+    def send(
+        self,
+        *,
+        version: int | None,
+        versions: tuple[int, ...],
+        loading: int,
+        running: Iterable[str],
+        command_offset: int,
+    ) -> None:
+        """Send a status; BusError if Kafka does not take it."""
+        now = self._clock()
+        if now - self._rate_at >= 1.0:
+            total = self.metrics["tokens_total"]
+            self.metrics["tokens_per_second"] = (total - self._rate_tokens) / (now - self._rate_at)
+            self._rate_at, self._rate_tokens = now, total
+        running = tuple(running)
+        status = Status(
+            run=self._config.run.name, process=self._name, role="rollout",
+            incarnation=self.incarnation, state=self.state, created_ms=self._now_ms(),
+            message=self._said(idle=not running), version=-1 if version is None else version,
+            versions=versions, capacity=self._config.rollout.capacity, loading=loading,
+            running=running, command_offset=command_offset,
+            metrics={**self.metrics, **meter().said},
+            host=socket.gethostname(), pid=os.getpid(),
+        )  # fmt: skip
+        meter().heard(status)
+        self._writer.send(self._topics.workers, status, key=self._name)
+        if self.state in UNSENT:
+            self._writer.flush(self._config.kafka.request_timeout_seconds)
+        self.sent_at = now
+
+    def _said(self, *, idle: bool) -> str:
+        """The message, with how long an idle worker has been waiting for its coordinator where that
+        is longer than a process may be silent."""
+        waited = self._clock() - self._commanded_at
+        if self.state != "ready" or not idle:
+            return self.message
+        if waited <= self._config.rollout.heartbeat_timeout_seconds:
+            return self.message
+        return f"{self.message}; no command for {waited:.0f} s: does a coordinator live?"
+
+    def dead_letter(
+        self,
+        code: str,
+        reason: str,
+        *,
+        message: Message | None = None,
+        trajectory_id: str = "",
+        payload: bytes = b"",
+    ) -> None:
+        """Record what could not be read, generated or scored, and why."""
+        log.warning("dead letter %s %s: %s", code, trajectory_id, reason)
+        meter().count("dora_process_dead_letters_total", value=code)
+        self._writer.send(
+            self._topics.dead_letters,
+            dead_letter(
+                code,
+                reason,
+                run=self._config.run.name,
+                process=self._name,
+                now_ms=self._now_ms(),
+                max_message_bytes=self._config.kafka.max_message_bytes,
+                message=message,
+                trajectory_id=trajectory_id,
+                payload=payload,
+            ),
+            key=trajectory_id or code,
+        )

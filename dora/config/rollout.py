@@ -32,7 +32,8 @@ class RolloutSection(Section):
     top_k: Annotated[int, Field(ge=0)] = 0
     """Top-k truncation; 0 is off."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response; by default the tokenizer's end-of-sequence token."""
+    """Tokens that end a response; by default the tokenizer's end-of-sequence token and those that
+    the model's config.json and generation_config.json name."""
     seeded: bool = True
     """Give each trajectory its own seed, so that sampling repeats (costs up to 20 % of speed)."""
     chunk_tokens: Annotated[int, Field(ge=1, le=4096)] = 32

@@ -101,6 +101,56 @@ def vocabulary_of(directory: Path) -> int:
     return size
 
 
+def eos_token_ids(model: str) -> frozenset[int]:
+    """Tokens that end a text by the model's own account: each `eos_token_id`, one or a list, of
+    config.json (and its text_config) and generation_config.json.
+
+    `model` is a directory or a Hugging Face name. PolicyError for a file that cannot be read, or an
+    id that is no whole number.
+    """
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        path = _model_file(model, name)
+        if path is None:
+            continue
+        try:
+            settings = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise PolicyError(f"policy.model: {path} cannot be read: {error}") from error
+        if not isinstance(settings, dict):
+            raise PolicyError(f"policy.model: {path} holds no JSON object")
+        for each in (settings, settings.get("text_config") or {}):
+            ids = each.get("eos_token_id")
+            for token in ids if isinstance(ids, list) else [ids]:
+                if isinstance(token, bool) or not isinstance(token, int | None):
+                    raise PolicyError(
+                        f"policy.model: {path} has no usable eos_token_id: {ids!r}",
+                        hint="Correct the file, or set rollout.stop_token_ids.",
+                    )
+                if token is not None and token >= 0:
+                    found.add(token)
+    return frozenset(found)
+
+
+def _model_file(model: str, name: str) -> Path | None:
+    """A small file of the model; None if the model has none of this name."""
+    if Path(model).is_dir():
+        path = Path(model) / name
+        return path if path.is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(hf_hub_download(model, name))
+    except EntryNotFoundError:  # the model has no such file, or none is cached without a network
+        return None
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        raise PolicyError(
+            f"policy.model: {name} of {model} cannot be had from Hugging Face: {first_line(error)}",
+            hint="Without a network, download the model first and give its directory.",
+        ) from error
+
+
 def companion_files(directory: Path, *, code: bool = False) -> Iterator[Path]:
     """Files that a published version takes over from the starting model; with `code` also the
     model's own Python files (policy.trust_remote_code)."""

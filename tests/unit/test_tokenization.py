@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dora.config import PolicySection
-from dora.errors import PolicyError
-from dora.producers.tasks.tokenization import load_tokenizer
+from dora.config import Config, PolicySection
+from dora.errors import PolicyError, TaskError
+from dora.producers.tasks.tokenization import Tokenizer, load_tokenizer, stop_token_ids
 from tests.small_run import VOCABULARY, make_model
 
 LOAD = """
@@ -57,3 +57,92 @@ def test_a_model_that_does_not_name_its_vocabulary_is_asked_for_it(
     fields = json.loads(file.read_text()) | change
     file.write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
     assert load_tokenizer(PolicySection(model=str(model))).highest_id == VOCABULARY - 1
+
+
+def named(model: Path, **rollout: object) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"name": "stops"},
+            "policy": {"model": str(model)},
+            "task": {"kind": "reasoning-gym", "name": "spell_backward"},
+            "rollout": rollout,
+            "trainer": {"steps": 1},
+        }
+    )
+
+
+def write_json(path: Path, **fields: object) -> None:
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(known | fields))
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "stops"),
+    [
+        ({}, None, (1,)),
+        ({"eos_token_id": 4}, None, (1, 4)),
+        ({"eos_token_id": [1, 4]}, None, (1, 4)),
+        ({"eos_token_id": None}, {"eos_token_id": [7, 4]}, (1, 4, 7)),
+        ({"text_config": {"eos_token_id": 9}}, {"eos_token_id": 1}, (1, 9)),
+    ],
+    ids=["tokenizer only", "one", "list", "generation config", "nested"],
+)
+def test_every_end_token_that_the_model_names_ends_a_response(
+    tmp_path: Path,
+    config: dict[str, object],
+    generation: dict[str, object] | None,
+    stops: tuple[int, ...],
+) -> None:
+    model = make_model(tmp_path)
+    write_json(model / "config.json", **{"eos_token_id": None} | config)
+    if generation is not None:
+        write_json(model / "generation_config.json", **generation)
+    tokenizer = load_tokenizer(PolicySection(model=str(model)))
+    assert stop_token_ids(named(model), tokenizer) == stops
+    assert stop_token_ids(named(model, stop_token_ids=[3]), tokenizer) == (3,)
+
+
+def test_an_end_token_that_is_no_number_is_refused_by_file(tmp_path: Path) -> None:
+    model = make_model(tmp_path)
+    write_json(model / "generation_config.json", eos_token_id=["</s>"])
+    tokenizer = load_tokenizer(PolicySection(model=str(model)))
+    with pytest.raises(PolicyError, match=r"generation_config.json has no usable eos_token_id"):
+        stop_token_ids(named(model), tokenizer)
+
+
+def with_added_token(directory: Path) -> Tokenizer:
+    """A tokenizer with one added token just behind the model's vocabulary, as gemma-3-1b-it has."""
+    from transformers import PreTrainedTokenizerFast
+
+    model = make_model(directory)
+    backend = PreTrainedTokenizerFast.from_pretrained(str(model))
+    assert backend.add_special_tokens({"additional_special_tokens": ["<image>"]}) == 1
+    backend.save_pretrained(str(model))
+    return load_tokenizer(PolicySection(model=str(model)))
+
+
+def test_an_added_token_without_an_embedding_is_accepted_until_a_text_holds_it(
+    tmp_path: Path,
+) -> None:
+    tokenizer = with_added_token(tmp_path)
+    assert tokenizer.highest_id == VOCABULARY
+    assert tokenizer.encode("sun")
+    with pytest.raises(TaskError, match=r"<image> \(id 40\).*no embedding for"):
+        tokenizer.encode("sun<image>")
+
+
+def test_a_text_that_begins_with_bos_gets_no_second_one(tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    model = make_model(tmp_path)
+    backend = PreTrainedTokenizerFast.from_pretrained(str(model))
+    backend.add_special_tokens({"bos_token": "<pad>"})
+    backend.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<pad> $A", special_tokens=[("<pad>", 0)]
+    )
+    tokenizer = Tokenizer(backend, "with bos")
+    once = tokenizer.encode("sun")
+    assert once[0] == 0 and once[1] != 0
+    assert tokenizer.encode("<pad>sun") == once
+    assert tokenizer.encode("<pad>sun", special_tokens=False) == once

@@ -101,8 +101,12 @@ def _model(config: Config) -> Iterator[Check]:
         return
     check_model_directory(model)
     tokenizer = load_tokenizer(config.policy)
-    stop_token_ids(config, tokenizer)
     yield Check("model", "ok", f"{model}, tokenizer {tokenizer.name}")
+    stops = [
+        f"{token} {tokenizer.decode([token], special_tokens=True)!r}"
+        for token in stop_token_ids(config, tokenizer)
+    ]
+    yield Check("stop tokens", "ok", ", ".join(stops))
 
 
 class _Words:

@@ -1,7 +1,7 @@
-"""The tokenizer of the policy.
+"""The tokenizer of the policy, and the tokens that end its responses.
 
-Invariant: a `Tokenizer` fits its model: every id that it can produce has a row in the model's
-embeddings, and there is at least one token that ends a response.
+A `Tokenizer` that was loaded fits its model: every id that it encodes has a row in the model's
+embeddings.
 """
 
 import json
@@ -12,13 +12,13 @@ from typing import Any
 
 from dora.config import Config, PolicySection
 from dora.errors import PolicyError, TaskError, WeightsError, first_line
-from dora.weights.models import emulated_vocabulary, vocabulary_of
+from dora.weights.models import emulated_vocabulary, eos_token_ids, vocabulary_of
 
 
 class Tokenizer:
     """A Hugging Face tokenizer, reduced to what a run needs of it."""
 
-    def __init__(self, backend: Any, name: str) -> None:
+    def __init__(self, backend: Any, name: str, vocabulary: int | None = None) -> None:
         self._backend = backend
         self.name = name
         ids = backend.get_vocab().values()
@@ -26,10 +26,27 @@ class Tokenizer:
         """Largest token id that the tokenizer can produce."""
         self.eos_token_id: int | None = backend.eos_token_id
         """Token that ends a text."""
+        self._bos_token_id: int | None = backend.bos_token_id
+        self._vocabulary = vocabulary
 
     def encode(self, text: str, *, special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids; `special_tokens` adds those that the model expects around a text."""
-        return tuple(self._backend.encode(text, add_special_tokens=special_tokens))
+        """Token ids; `special_tokens` adds those that the model expects around a text.
+
+        A text that begins with the beginning-of-sequence token already gets no second one.
+        TaskError for a token that the model has no embedding for.
+        """
+        ids = tuple(self._backend.encode(text, add_special_tokens=special_tokens))
+        if special_tokens and self._bos_token_id is not None:
+            bos = self._bos_token_id
+            if ids[:2] == (bos, bos):
+                ids = ids[1:]
+        if self._vocabulary is not None and ids and max(ids) >= self._vocabulary:
+            token = self._backend.convert_ids_to_tokens(max(ids))
+            raise TaskError(
+                f"the text holds the token {token} (id {max(ids)}) of the tokenizer {self.name}, "
+                f"which the model has no embedding for: its vocabulary is {self._vocabulary}"
+            )
+        return ids
 
     def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """Text of the token ids, by default without end-of-sequence and the like."""
@@ -95,8 +112,12 @@ def load_tokenizer(policy: PolicySection) -> Tokenizer:
         trust = policy.trust_remote_code
         model = _from_pretrained("AutoConfig", policy.model, "policy.model", trust)
         vocabulary = getattr(model.get_text_config(), "vocab_size", None)
-    tokenizer = Tokenizer(backend, name)
-    if vocabulary is not None and tokenizer.highest_id >= vocabulary:
+    tokenizer = Tokenizer(backend, name, vocabulary)
+    added = set(backend.get_added_vocab().values())
+    # Models of text only may share a tokenizer with added tokens for images, which no text holds.
+    if vocabulary is not None and any(
+        token >= vocabulary for token in backend.get_vocab().values() if token not in added
+    ):
         raise PolicyError(
             f"the tokenizer {name} has token ids up to {tokenizer.highest_id}, but the model "
             f"{policy.model} has a vocabulary of {vocabulary}",
@@ -106,7 +127,12 @@ def load_tokenizer(policy: PolicySection) -> Tokenizer:
 
 
 def stop_token_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Tokens that end a response: those configured, or else the end-of-sequence token."""
+    """Tokens that end a response: `rollout.stop_token_ids`, or else the tokenizer's
+    end-of-sequence token and every `eos_token_id` that config.json and generation_config.json of
+    the model name, smallest first.
+
+    PolicyError if there is none, or one that is no token.
+    """
     configured = config.rollout.stop_token_ids
     for token in configured:
         if not 0 <= token <= tokenizer.highest_id:
@@ -116,12 +142,15 @@ def stop_token_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
             )
     if configured:
         return configured
-    if tokenizer.eos_token_id is None:
+    found = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    if config.task.kind != "synthetic":
+        found |= eos_token_ids(config.policy.model)
+    if not found:
         raise PolicyError(
-            f"the tokenizer {tokenizer.name} has no end-of-sequence token",
+            f"neither the tokenizer {tokenizer.name} nor the model names an end-of-sequence token",
             hint="Set rollout.stop_token_ids.",
         )
-    return (tokenizer.eos_token_id,)
+    return tuple(sorted(found))
 
 
 # The library's Auto classes import torch, which takes seconds; processes that only read and write

@@ -86,6 +86,21 @@ def test_conversations_end_before_the_answer(tmp_path: Path) -> None:
     assert pairs(imported(pairs_file)) == [([user], "ho")]
 
 
+@pytest.mark.parametrize("answers", ["answer", "ground_truth", "solution"])
+def test_a_question_with_its_answer_beside_it_is_taken_whole(tmp_path: Path, answers: str) -> None:
+    asked = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1"}]
+    file = lines(tmp_path / "rlvr.jsonl", {"messages": asked, answers: "2", "dataset": "gsm8k"})
+    assert pairs(imported(file)) == [(asked, "2")]
+    replied = [*asked, {"role": "assistant", "content": "two"}]
+    file = lines(tmp_path / "replied.jsonl", {"messages": replied, answers: "2"})
+    assert pairs(imported(file)) == [(asked, "2")]
+
+
+def test_a_list_of_accepted_answers_stays_a_list(tmp_path: Path) -> None:
+    file = lines(tmp_path / "qa.jsonl", {"prompt": "capital?", "answer": ["Paris", "paris"]})
+    assert pairs(imported(file)) == [("capital?", ["Paris", "paris"])]
+
+
 def test_columns_may_be_named_and_kept(tmp_path: Path) -> None:
     file = lines(tmp_path / "x.jsonl", {"q": "1+1", "a": 2, "level": 3, "prompt": "no"})
     made = imported(file, columns=Columns("q", "a", ("level",)))
@@ -128,6 +143,7 @@ def test_exported_trajectories_become_prompts_with_their_best_responses(tmp_path
         (b'{"prompt": "a", "answer": "b"}\n{"answer": "b"}\n', 'line 2: "prompt" is missing'),
         (b'{"prompt": " ", "answer": "b"}\n', 'line 1: "prompt" is empty'),
         (b'{"prompt": "a", "answer": {}}\n', '"answer" is an object, which is no answer'),
+        (b'{"prompt": "a", "answer": []}\n', '"answer" is a list, which is no answer'),
         (b'{"prompt": "a", "answer": "b", "reward": "1"}\n', '"reward" is a string, not a number'),
         (b'{"prompt": [{"role": "user"}], "answer": "b"}\n', "neither a string nor a list of"),
         (b'{"messages": [{"role": "user", "content": "x"}]}\n', "does not end with the assistant"),

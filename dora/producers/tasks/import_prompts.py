@@ -17,7 +17,7 @@ from dora.producers.tasks.import_files import FileRow, columns_of, rows_of
 
 PROMPTS = ("prompt", "messages", "question", "prompt_token_ids")
 """Columns that are taken for the prompt, the first that is there."""
-ANSWERS = ("answer", "completion", "chosen", "text", "messages")
+ANSWERS = ("answer", "ground_truth", "solution", "completion", "chosen", "text", "messages")
 """Columns that are taken for the answer, the first that is there."""
 
 Decode = Callable[[Sequence[int]], str]
@@ -128,8 +128,11 @@ class _Taker:
         prompt: Any = row.fields.get(self._prompt)
         answer: Any = row.fields.get(self._answer)
         if self._prompt == "messages":
-            prompt, said = _split(row.place, _messages(row.place, self._prompt, prompt))
-            answer = said if self._answer == "messages" else answer
+            prompt = _messages(row.place, self._prompt, prompt)
+            # Sets for RL with verifiable rewards hold the question alone, and the answer beside it.
+            if self._answer == "messages" or (prompt and prompt[-1]["role"] == "assistant"):
+                prompt, said = _split(row.place, prompt)
+                answer = said if self._answer == "messages" else answer
         elif self._prompt == "prompt_token_ids":
             assert self._decode is not None
             try:
@@ -194,8 +197,11 @@ def _split(place: str, messages: list[dict[str, str]]) -> tuple[list[dict[str, s
 
 
 def _answer(place: str, name: str, value: Any) -> Any:
-    """The answer as a text, also of a conversation's only message; numbers stay what they are."""
-    if isinstance(value, list):
+    """The answer: a text, also of a conversation's only message, a number, or a list of accepted
+    texts and numbers."""
+    if isinstance(value, list) and value:
+        if all(isinstance(each, str | int | float) for each in value):
+            return value
         messages = _messages(place, name, value)
         if len(messages) == 1:
             return messages[0]["content"]

@@ -6,6 +6,7 @@ standard error with its hint and its exit code; only a defect of dora shows a tr
 
 import atexit
 import importlib
+import io
 import os
 import signal
 import sys
@@ -127,6 +128,10 @@ def main() -> None:
     code: list[int] = []
     atexit.register(_leave, code)  # registered first, it is called last
     signal.signal(signal.SIGTERM, _terminated)
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal or pipe of Latin-1 or ASCII shows what it lacks as an escape and ends nothing.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     supervised = SUPERVISOR in os.environ or RANK_PARENT in os.environ
     if SUPERVISOR in os.environ:
         from dora.cli.parent_watch import follow_supervisor

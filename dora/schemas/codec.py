@@ -49,6 +49,9 @@ _FromAvro = Callable[[dict[str, Any]], Any]
 def encode(record: Record, framing: RegistryFraming | None = None) -> bytes:
     """The record as bytes; InvalidRecord if a field's value does not fit its type.
 
+    Half of a surrogate pair in a text, which UTF-8 cannot say, is written as `\\udXXX`: texts that
+    others wrote (answers, errors of a verifier that quotes them) must not end a process.
+
     With `framing` in Confluent's wire format, under the ids that it was given.
     """
     prefix, parsed, to_avro = _ENCODERS[type(record)]
@@ -57,10 +60,25 @@ def encode(record: Record, framing: RegistryFraming | None = None) -> bytes:
     body = BytesIO()
     body.write(prefix)
     try:
-        schemaless_writer(body, parsed, to_avro(record))
+        datum = to_avro(record)
+        try:
+            schemaless_writer(body, parsed, datum)
+        except UnicodeEncodeError:
+            body = BytesIO(prefix)
+            body.seek(len(prefix))
+            schemaless_writer(body, parsed, _encodable(datum))
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise InvalidRecord(f"{type(record).__name__} cannot be written: {error}") from error
     return body.getvalue()
+
+
+def _encodable(value: Any) -> Any:
+    """The same value with every text as UTF-8 can say it."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(each) for key, each in value.items()}
+    return [_encodable(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def decode(data: bytes, framing: RegistryFraming | None = None) -> Record:

@@ -238,9 +238,14 @@ def test_a_value_of_the_wrong_type_is_refused_with_the_records_name() -> None:
         encode(replace(TRAJECTORY, worker=typing.cast(str, 7)))
 
 
-def test_text_that_is_no_unicode_is_refused_when_written() -> None:
-    with pytest.raises(InvalidRecord, match="surrogates"):
-        encode(replace(TRAJECTORY, text="\ud800"))
+def test_half_a_surrogate_pair_is_spelled_out_wherever_it_stands() -> None:
+    """A verifier's error may quote a row of a data set that holds one."""
+    half = replace(TRAJECTORY, text="sun \ud800", reward_parts={"\udfff": 1.0}, error="\ud800")
+    read = decode(encode(half))
+    assert isinstance(read, Trajectory)
+    assert (read.text, read.error) == ("sun \\ud800", "\\ud800")
+    assert read.reward_parts == {"\\udfff": 1.0}
+    assert read == replace(half, text=read.text, error=read.error, reward_parts=read.reward_parts)
 
 
 def _refusal(data: bytes) -> UndecodableRecord:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dora.config import Config, PolicySection
+from dora.config import Config, PolicySection, TaskSection
 from dora.errors import PolicyError, TaskError
+from dora.producers.tasks.base import create_task
 from dora.producers.tasks.tokenization import Tokenizer, load_tokenizer, stop_token_ids
 from tests.small_run import VOCABULARY, make_model
 
@@ -146,3 +147,37 @@ def test_a_text_that_begins_with_bos_gets_no_second_one(tmp_path: Path) -> None:
     assert once[0] == 0 and once[1] != 0
     assert tokenizer.encode("<pad>sun") == once
     assert tokenizer.encode("<pad>sun", special_tokens=False) == once
+
+
+STRICT_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}{{ m['content'] }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            r'{"prompt": [{"role": "system", "content": "s"}], "answer": "1"}',
+            r"line 2: the chat template of .* refuses the conversation: System role not supported",
+        ),
+        (
+            r'{"prompt": "s\ud800", "answer": "1"}',
+            r"line 2: the tokenizer .* cannot encode the text: ",
+        ),
+    ],
+    ids=["system role", "half a surrogate pair"],
+)
+def test_a_row_that_template_or_tokenizer_refuses_is_named_by_its_line(
+    tmp_path: Path, row: str, message: str
+) -> None:
+    model = make_model(tmp_path / "model")
+    (model / "chat_template.jinja").write_text(STRICT_TEMPLATE)
+    (tmp_path / "data.jsonl").write_text('{"prompt": "sun", "answer": "1"}\n' + row + "\n")
+    task = {"kind": "jsonl", "path": "data.jsonl", "verifier": "a:b", "chat_template": True}
+    config = named(model).model_copy(update={"home": tmp_path})
+    config = config.model_copy(update={"task": TaskSection.model_validate(task)})
+    tokenizer = load_tokenizer(PolicySection(model=str(model)))
+    with pytest.raises(TaskError, match=message):
+        create_task(config, tokenizer)

@@ -9,7 +9,6 @@ reached without going through those before it.
 import hashlib
 import zlib
 from array import array
-from typing import Any
 
 from dora.config import Config
 from dora.errors import TaskError
@@ -90,17 +89,17 @@ class JsonlTask(Task):
             offset += len(line)
 
     def _examine(self, number: int, line: bytes) -> str:
-        _, text = self._parse(number, line)
-        tokens = len(self._encoder.tokens(text))
+        prompt = self._parse(0, number, line)
+        tokens = len(prompt.token_ids)
         if tokens > self._section.max_prompt_tokens:
             raise TaskError(
                 f"{self._path}, line {number}: the prompt has {tokens} tokens, "
                 f"task.max_prompt_tokens allows {self._section.max_prompt_tokens}",
                 hint="Raise task.max_prompt_tokens or remove the line.",
             )
-        return text
+        return prompt.text
 
-    def _parse(self, number: int, line: bytes) -> tuple[dict[str, Any], str]:
+    def _parse(self, ordinal: int, number: int, line: bytes) -> Prompt:
         place = f"{self._path}, line {number}"
         try:
             item = object_of(line)
@@ -119,7 +118,8 @@ class JsonlTask(Task):
         # Verifiers find the reference answer in one place, whatever the data set calls it.
         item["answer"] = item[self._section.answer_field]
         try:
-            return item, self._encoder.text(item, item.get(self._section.prompt_field))
+            text = self._encoder.text(item, item.get(self._section.prompt_field))
+            return Prompt(ordinal, text, self._encoder.tokens(text), item)
         except TaskError as error:
             raise TaskError(f"{place}: {error.message}", hint=error.hint) from error
 
@@ -138,8 +138,7 @@ class JsonlTask(Task):
                 f"{self._path}, line {number}: changed while the run was going on",
                 hint="Put the file back as it was; data sets must not change during a run.",
             )
-        item, text = self._parse(number, line)
-        return Prompt(ordinal, text, self._encoder.tokens(text), item)
+        return self._parse(ordinal, number, line)
 
 
 def permuted(position: int, size: int, key: str) -> int:

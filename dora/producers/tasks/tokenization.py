@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from dora.config import Config, PolicySection
 from dora.errors import PolicyError, TaskError, WeightsError, first_line
 from dora.weights.models import emulated_vocabulary, eos_token_ids, vocabulary_of
@@ -33,9 +35,15 @@ class Tokenizer:
         """Token ids; `special_tokens` adds those that the model expects around a text.
 
         A text that begins with the beginning-of-sequence token already gets no second one.
-        TaskError for a token that the model has no embedding for.
+        TaskError for a text that the tokenizer refuses, and for a token that the model has no
+        embedding for.
         """
-        ids = tuple(self._backend.encode(text, add_special_tokens=special_tokens))
+        try:
+            ids = tuple(self._backend.encode(text, add_special_tokens=special_tokens))
+        except (TypeError, ValueError) as error:  # half of a surrogate pair, for instance
+            raise TaskError(
+                f"the tokenizer {self.name} cannot encode the text: {first_line(error)}"
+            ) from error
         if special_tokens and self._bos_token_id is not None:
             bos = self._bos_token_id
             if ids[:2] == (bos, bos):
@@ -53,17 +61,27 @@ class Tokenizer:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=not special_tokens))
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The conversation in the model's own chat format, up to where its answer starts."""
+        """The conversation in the model's own chat format, up to where its answer starts.
+
+        PolicyError without a chat template, TaskError for a conversation that it refuses.
+        """
         if not getattr(self._backend, "chat_template", None):
             raise PolicyError(
                 f"task.chat_template is on, but the tokenizer {self.name} has no chat template",
                 hint="Use an instruction-tuned model, or set task.chat_template = false.",
             )
-        return str(
-            self._backend.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        try:
+            return str(
+                self._backend.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=True,
+                )
             )
-        )
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            raise TaskError(
+                f"the chat template of {self.name} refuses the conversation: {first_line(error)}"
+            ) from error
 
 
 class NoTokenizer(Tokenizer):

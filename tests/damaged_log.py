@@ -17,8 +17,8 @@ from dora.schemas.records import (
     Step,
     Trajectory,
 )
-from tests import run_records
-from tests.run_records import policy
+from tests import factories
+from tests.factories import policy
 
 K, B, G, RING, LANES = 1, 2, 2, 3, 2
 
@@ -29,12 +29,12 @@ def admission(ordinal: int, version: int, size: int = G) -> Admission:
 
 def trajectory(group: Admission, sample: int, attempt: int = 0) -> Trajectory:
     """One prompt token and three generated ones, of two chunks."""
-    return run_records.trajectory(group, sample, prompt=(7,), attempt=attempt, chunks=2)
+    return factories.trajectory(group, sample, prompt=(7,), attempt=attempt, chunks=2)
 
 
 def chunk(of: Trajectory, sequence: int, position: int, tokens: int, *, resumed: int = 0) -> Chunk:
     """The trajectory's generated tokens `position .. position + tokens - 1`."""
-    return run_records.chunk(of, sequence, position, position + tokens, resumed_tokens=resumed)
+    return factories.chunk(of, sequence, position, position + tokens, resumed_tokens=resumed)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from dora.consumers.export.rows import Source, batch_of
 from dora.consumers.inspect.rows import Fate
 from dora.log.run_log import Placed
 from dora.schemas.records import Trajectory
-from tests.run_records import admission, trajectory
+from tests.factories import admission, trajectory
 
 
 class Broken(Exception):

@@ -11,7 +11,7 @@ from pyiceberg.catalog import load_catalog
 
 from dora.consumers.export.delta import DeltaTarget
 from dora.consumers.export.iceberg import IcebergTarget
-from tests.run_records import run_started
+from tests.factories import run_started
 
 Open = Callable[..., Any]
 

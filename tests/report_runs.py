@@ -22,7 +22,7 @@ from dora.schemas.records import (
     Trajectory,
     WeightFile,
 )
-from tests.run_records import policy, run_started, step, trajectory
+from tests.factories import policy, run_started, step, trajectory
 
 BEGAN_MS = 1_750_000_000_000
 K = 2

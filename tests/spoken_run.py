@@ -19,8 +19,8 @@ from dora.schemas.records import (
     pack_logprobs,
     pack_tokens,
 )
-from tests import run_records
-from tests.run_records import SAMPLING
+from tests import factories
+from tests.factories import SAMPLING
 from tests.small_run import SmallRun
 
 K, B, G = 1, 2, 2
@@ -71,7 +71,7 @@ class SpokenRun:
             {}, 0, json.dumps(config.recorded()),
         )  # fmt: skip
         self._send(self.topics.steps, started)
-        groups = [run_records.admission(o, o // B, self.name) for o in range(B * (STEPS + 1))]
+        groups = [factories.admission(o, o // B, self.name) for o in range(B * (STEPS + 1))]
         for version in range(STEPS + 1):
             self._send(self.topics.policies, self._policy(version))
             mine = [g for g in groups if g.policy_version == version]
@@ -81,7 +81,7 @@ class SpokenRun:
                     self._generate(group, sample)
             if version < STEPS:
                 trained = [g for g in mine if g.group_id != UNSCORED.partition("/")[0]]
-                step = run_records.step(version, version, trained, self._places)
+                step = factories.step(version, version, trained, self._places)
                 self._send(self.topics.steps, step)
 
     def _policy(self, version: int) -> Policy:
@@ -90,7 +90,7 @@ class SpokenRun:
             SlotOffset(topic, part, self._ends.get((topic, part), 0))
             for topic in (self.topics.chunks, self.topics.trajectories)
         ]
-        return run_records.policy(version, self.name, tuple(slots))
+        return factories.policy(version, self.name, tuple(slots))
 
     def _generate(self, group: Admission, sample: int) -> None:
         part = ring.slot(group.policy_version, RING)
@@ -117,7 +117,7 @@ class SpokenRun:
         prompt = self.prompt(group.ordinal).token_ids
         failed = identity == UNSCORED
         record: Trajectory = replace(
-            run_records.trajectory(group, sample, reward=None if failed else float(sample == 0)),
+            factories.trajectory(group, sample, reward=None if failed else float(sample == 0)),
             attempt=attempt,
             chunks=len(ends),
             token_ids=pack_tokens([*prompt, *tokens]),

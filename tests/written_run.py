@@ -25,7 +25,7 @@ from dora.schemas.records import (
     pack_logprobs,
     pack_tokens,
 )
-from tests import run_records
+from tests import factories
 
 K, B, G, RING = 1, 2, 2, 3
 DEADLINE = 30.0
@@ -86,7 +86,7 @@ def trajectory(group: Admission, sample: int, attempt: int = 0) -> Trajectory:
     tokens = response(group.ordinal, sample)
     failed = group.group_id == SET_ASIDE and sample == 1
     reward = None if failed else reward_of(group.ordinal, sample)
-    return run_records.trajectory(
+    return factories.trajectory(
         group,
         sample,
         prompt=PROMPT,
@@ -122,7 +122,7 @@ def chunks_of(of: Trajectory) -> list[Chunk]:
 
     def chunk(attempt: int, sequence: int, begin: int, end: int, **fields: object) -> Chunk:
         created = of.started_ms + 100 * (sequence + 1) - 100 * (of.attempt - attempt)
-        return run_records.chunk(
+        return factories.chunk(
             of, sequence, begin, end,
             attempt=attempt, worker=f"w{attempt}", created_ms=created, **fields,
         )  # fmt: skip

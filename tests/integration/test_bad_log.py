@@ -13,11 +13,11 @@ from dora.producers.coordinator.coordinator import Coordinator
 from dora.schemas.codec import MAGIC, encode
 from dora.schemas.records import Admission, DeadLetter, Step, Trajectory, pack_logprobs, pack_tokens
 from tests import played_trainer as rollout
+from tests.factories import B, G, admission, policy, run_started, status
+from tests.factories import trajectory as finished
 from tests.integration import test_cli as status_log
 from tests.integration.test_bad_input import started
 from tests.played_trainer import Cluster, cluster, config
-from tests.run_records import B, G, admission, policy, run_started, status
-from tests.run_records import trajectory as finished
 from tests.small_run import SmallRun, refused, small, small_model
 from tests.training_world import Feeder, World, trajectory
 

@@ -10,9 +10,9 @@ from dora.broker.local import running_broker, start_broker, stop_broker
 from dora.bus import ClusterSettings, LogWriter, cluster_settings
 from dora.config import KafkaSection
 from dora.consumers.monitor.monitor import RunMonitor
+from tests.factories import policy, status
 from tests.integration.test_bad_input import started
 from tests.processes import DEADLINE, Process, process, statuses, until
-from tests.run_records import policy, status
 from tests.small_run import SmallRun, dora, refused, small, small_model
 
 __all__ = ["small", "small_model"]

@@ -18,7 +18,7 @@ from dora.consumers.monitor.monitor import RunMonitor
 from dora.consumers.monitor.run_view import RunView
 from dora.core.ring import partition
 from dora.schemas.records import Admission, DeadLetter, SlotOffset, Step, Trajectory
-from tests.run_records import (
+from tests.factories import (
     LANES,
     RING,
     B,

@@ -24,7 +24,7 @@ from tests.exports import (
     write,
     written,
 )
-from tests.run_records import status
+from tests.factories import status
 from tests.small_run import refused
 from tests.written_run import (
     DEADLINE,

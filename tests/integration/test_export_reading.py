@@ -3,7 +3,7 @@
 import time
 
 from dora.bus import ClusterSettings, LogReader, LogWriter, TopicAdmin, TopicSpec
-from tests.run_records import status
+from tests.factories import status
 
 DEADLINE = 60.0
 

@@ -12,10 +12,10 @@ from dora.bus import ClusterSettings, LogReader, LogWriter
 from dora.cli.run.supervisor import FENCED
 from dora.consumers.trainer.trainer import Trainer
 from dora.schemas.records import Admission, Command, Policy, RunStarted, Step
+from tests.factories import policy, status
 from tests.integration.test_bad_input import started
 from tests.played_trainer import running
 from tests.processes import DEADLINE, Process, process, until
-from tests.run_records import policy, status
 from tests.small_run import SmallRun, small, small_model
 from tests.training_world import World, fed
 

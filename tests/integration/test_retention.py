@@ -32,8 +32,8 @@ from dora.schemas.records import (
     pack_logprobs,
     pack_tokens,
 )
+from tests.factories import SAMPLING, policy
 from tests.integration.test_bad_input import started
-from tests.run_records import SAMPLING, policy
 from tests.small_run import SmallRun, refused, small, small_model
 from tests.training_world import trajectory
 

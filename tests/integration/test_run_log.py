@@ -12,7 +12,7 @@ from dora.errors import RunError, TopicError
 from dora.log.run_log import RunLog
 from dora.schemas.records import unpack_tokens
 from tests.brokers import Cluster
-from tests.run_records import policy, step
+from tests.factories import policy, step
 from tests.written_run import (
     DEADLINE,
     EVALUATED,

@@ -34,10 +34,10 @@ from dora.errors import ConfigError, DoraError, RegistryError, RegistryRefusal
 from dora.schemas.codec import encode
 from dora.schemas.registry import FULL_NAMES, RECORD_TYPES, current_text
 from tests.brokers import Cluster
+from tests.factories import admission, policy, trajectory
 from tests.http_server import Handler, served
 from tests.raw_log import raw_messages
 from tests.registry_front import Front, registry_front
-from tests.run_records import admission, policy, trajectory
 from tests.schema_registry import Registry
 
 DEADLINE = 60.0

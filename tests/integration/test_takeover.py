@@ -31,8 +31,8 @@ from dora.schemas.records import (
     Status,
     Trajectory,
 )
+from tests.factories import step
 from tests.played_trainer import Cluster, LocalStore, check_log, coordinate, running, work
-from tests.run_records import step
 
 WAIT = 30.0
 

@@ -14,7 +14,7 @@ from dora.config import Config
 from dora.errors import RunError
 from dora.schemas.records import Policy, Status, Step
 from dora.weights.store import WeightStore
-from tests import run_records
+from tests import factories
 from tests.training_world import K, World, fed, model, world
 
 __all__ = ["model", "world"]
@@ -182,7 +182,7 @@ def test_weights_that_a_live_worker_uses_or_loads_are_kept_until_it_is_gone(
     world: World,
 ) -> None:
     def say(writer: LogWriter, **fields: Any) -> None:
-        status = run_records.status("w0", run=world.name, **fields)
+        status = factories.status("w0", run=world.name, **fields)
         writer.send(world.topics.workers, status, key="w0")
         writer.flush(10.0)
 

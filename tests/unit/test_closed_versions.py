@@ -9,7 +9,7 @@ import pytest
 from dora.core import ring
 from dora.core.closed_versions import RunVersions, TopicBounds
 from dora.schemas.records import Admission, GroupRef, SampleRef, SlotOffset, Step
-from tests.run_records import RING, B, admission, policy, run_started, trajectory
+from tests.factories import RING, B, admission, policy, run_started, trajectory
 
 TOPIC = "r.trajectories"
 GROUPS = [admission(n, n // B) for n in range(6)]

@@ -10,7 +10,7 @@ from dora.schemas.codec import encode
 from dora.schemas.records import Command, DeadLetter, Record, Step
 from dora.schemas.registry import RECORD_NAMES
 from tests.cloud_events import event_of
-from tests.run_records import admission, chunk, policy, run_started, status, trajectory
+from tests.factories import admission, chunk, policy, run_started, status, trajectory
 
 GROUP = admission(0, 0)
 TRAJECTORY = trajectory(GROUP)

@@ -10,7 +10,7 @@ import pytest
 from dora.config import Config
 from dora.errors import TaskError
 from dora.producers.tasks.prompts import RunTexts, prompt_text
-from tests.run_records import G
+from tests.factories import G
 
 FRONT = 1
 """Token that the tokenizer puts before every text."""

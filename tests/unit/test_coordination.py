@@ -11,7 +11,7 @@ from dora.core.scheduling.scheduler import Rules
 from dora.core.scheduling.workers import holding
 from dora.core.window import Window
 from dora.schemas.records import Command, Record, Status, pack_logprobs, pack_tokens
-from tests.run_records import admission, places_of, run_started, step, trajectory
+from tests.factories import admission, places_of, run_started, step, trajectory
 
 WORKER = Status("r", "w0", "rollout", "one", "ready", 0, version=0, capacity=4)
 OTHER = replace(WORKER, process="w1", incarnation="two")

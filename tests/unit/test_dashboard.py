@@ -17,7 +17,7 @@ from dora.consumers.monitor.run_view import RunView
 from dora.consumers.monitor.snapshot import Snapshot, StepPoint, VersionBacklog
 from dora.log.presence import ProcessView
 from dora.schemas.records import Command, DeadLetter, Record, pack_logprobs, pack_tokens
-from tests.run_records import admission, places_of, policy, run_started, status, step, trajectory
+from tests.factories import admission, places_of, policy, run_started, status, step, trajectory
 from tests.unit.test_display import alive, fold, two_steps
 
 unhurried = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])

@@ -16,7 +16,7 @@ from dora.consumers.monitor.run_view import RunView
 from dora.consumers.monitor.snapshot import Snapshot
 from dora.consumers.monitor.summary import summarize, write_summary
 from dora.schemas.records import Command, DeadLetter, Record, RunStarted, Step
-from tests.run_records import admission, places_of, policy, run_started, status, step, trajectory
+from tests.factories import admission, places_of, policy, run_started, status, step, trajectory
 
 
 def message(value: Record | Unreadable, offset: int = 0, topic: str = "r.x") -> Message:

@@ -21,7 +21,7 @@ from dora.errors import RunError, UsageError
 from dora.log.run_log import Placed
 from dora.log.table_schema import SCHEMA
 from dora.schemas.records import Trajectory, VersionRun, pack_logprobs, pack_tokens
-from tests.run_records import admission, run_started, trajectory
+from tests.factories import admission, run_started, trajectory
 
 TRAINED = Fate("trained", 3, 1)
 SOURCE = Source("r", "id", "cluster", "r.trajectories", 1, {1: (4, 9), 2: (0, 3)}, 2, "0.1.0", 1)

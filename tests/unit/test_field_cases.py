@@ -11,10 +11,10 @@ from dora.core.scheduling.coordination import Coordination
 from dora.core.scheduling.scheduler import Rules
 from dora.core.window import Window
 from dora.schemas.records import Admission, Command, Status, Step, Trajectory
+from tests.factories import admission, run_started, step
 from tests.protocol.log import DISPATCH, JOURNAL, STATUSES, TRAJECTORIES
 from tests.protocol.run import HEARTBEAT_TIMEOUT, ModelRun
 from tests.protocol.worker import ModelWorker
-from tests.run_records import admission, run_started, step
 
 TICKS = 120
 

@@ -16,7 +16,7 @@ from dora.schemas.registry import (
     current_text,
     schema_from_text,
 )
-from tests.run_records import admission, trajectory
+from tests.factories import admission, trajectory
 
 RECORD = trajectory(admission(1, 0))
 IDS = {name: 7 + index for index, name in enumerate(RECORD_TYPES)}

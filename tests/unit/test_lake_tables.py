@@ -15,8 +15,8 @@ from dora.consumers.export.iceberg import IcebergTarget
 from dora.consumers.export.rows import SOURCE_KEY
 from dora.errors import ExportError, UsageError
 from tests.exported_rows import source, version_rows
+from tests.factories import run_started
 from tests.lakes import counted, delta, iceberg, iceberg_table, silent
-from tests.run_records import run_started
 
 
 def test_an_export_that_died_before_its_first_commit_is_gone_on_with(tmp_path: Path) -> None:

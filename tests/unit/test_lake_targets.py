@@ -173,7 +173,7 @@ def test_a_missing_package_names_the_extra(
 KILLED = """\
 from pathlib import Path
 from tests.exported_rows import source, version_rows
-from tests.run_records import run_started
+from tests.factories import run_started
 from {module} import {name}
 with {name}(Path({home!r}), run_started(), print) as target:
     for version in range(3):

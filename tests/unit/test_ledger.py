@@ -9,16 +9,16 @@ from dora.core.state import RunState
 from dora.core.window import Window
 from dora.log.ledger import History, resume
 from dora.schemas.records import Admission, Step
-from tests import run_records
-from tests.run_records import B, G, K
+from tests import factories
+from tests.factories import B, G, K
 
 
 def ledger(steps: int) -> tuple[list[Admission], list[Step]]:
     """Admissions and entries of a run that trains each group one version after it began."""
-    groups = [run_records.admission(i, max(0, i // B - 1)) for i in range(B * (steps + 2))]
-    records = [run_records.trajectory(group, s) for group in groups for s in range(G)]
-    places = run_records.places_of(records)
-    entries = [run_records.step(v, v, groups[B * v : B * (v + 1)], places) for v in range(steps)]
+    groups = [factories.admission(i, max(0, i // B - 1)) for i in range(B * (steps + 2))]
+    records = [factories.trajectory(group, s) for group in groups for s in range(G)]
+    places = factories.places_of(records)
+    entries = [factories.step(v, v, groups[B * v : B * (v + 1)], places) for v in range(steps)]
     return groups, entries
 
 
@@ -31,7 +31,7 @@ def test_a_resumed_state_agrees_with_the_whole_fold(steps: int) -> None:
         whole.commit(entry)
     oldest = whole.window.oldest_live(whole.newest)
     recent = deque(entry for entry in entries if entry.version_out >= oldest)
-    resume(resumed, History(started=run_records.run_started(), recent=recent))
+    resume(resumed, History(started=factories.run_started(), recent=recent))
     for group in groups:
         whole.admit(group)
         if group.policy_version >= oldest:

@@ -19,8 +19,8 @@ from dora.telemetry import meter as metering
 from dora.telemetry.lineage import Lineage, SentLineage, lineage_of
 from dora.telemetry.lineage_events import run_uuid
 from tests.configurations import emulated
+from tests.factories import run_started
 from tests.lineage_receiver import Receiver, receiver
-from tests.run_records import run_started
 
 STARTED = run_started()
 SENT = "dora_trainer_lineage_events_total"

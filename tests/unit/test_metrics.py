@@ -28,7 +28,7 @@ from dora.telemetry.exporter import ExportingMeter
 from dora.telemetry.lag import lag_of
 from dora.telemetry.start import observed
 from tests.configurations import emulated
-from tests.run_records import RING, G, K, admission, places_of, status, step, trajectory
+from tests.factories import RING, G, K, admission, places_of, status, step, trajectory
 
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"dora_(process|trainer|worker|coordinator)(_[a-z0-9]+)+")

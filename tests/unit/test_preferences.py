@@ -14,10 +14,10 @@ from dora.core.preferences import Choice
 from dora.errors import TaskError, UsageError
 from dora.schemas.records import Trajectory, pack_tokens
 from tests.exported_rows import Broken, broken_rows, group, rows_of, source
-from tests.run_records import run_started
+from tests.factories import run_started
 
 EOS = 2
-"""The token at which the runs of `run_records` stop."""
+"""The token at which the runs of `factories` stop."""
 
 
 class Letters:

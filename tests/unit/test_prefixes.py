@@ -2,7 +2,7 @@
 
 from dora.core.scheduling.prefixes import PrefixCollector
 from dora.schemas.records import Chunk, pack_logprobs, pack_tokens
-from tests.run_records import SAMPLING
+from tests.factories import SAMPLING
 
 
 def chunk(

@@ -25,7 +25,7 @@ from dora.schemas.records import (
     pack_logprobs,
     pack_tokens,
 )
-from tests.run_records import admission, run_started, step, trajectory
+from tests.factories import admission, run_started, step, trajectory
 
 CAPACITY = 4
 

@@ -9,7 +9,7 @@ import pytest
 from dora.config import Config, KafkaSection
 from dora.errors import ConfigError, RunError
 from dora.log.recorded_config import recorded_config
-from tests.run_records import run_started
+from tests.factories import run_started
 
 KAFKA = KafkaSection(bootstrap_servers="here:9092")
 

@@ -8,7 +8,7 @@ from dora.core.recorded_order import startable, stuck, unbroken, unservable
 from dora.core.state import RunState
 from dora.core.window import Window
 from dora.schemas.records import Admission
-from tests.run_records import admission, step
+from tests.factories import admission, step
 
 RECORDED = [admission(ordinal, ordinal // 2) for ordinal in range(8)]
 """Two groups of each version."""

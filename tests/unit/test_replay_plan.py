@@ -25,7 +25,7 @@ from dora.consumers.replay.replay import ReplayReport, batches
 from dora.errors import UsageError
 from dora.log.retention import gone
 from dora.schemas.records import Step
-from tests.run_records import admission, step
+from tests.factories import admission, step
 
 
 def steps(*offsets: tuple[int, ...]) -> list[Step]:

@@ -12,7 +12,7 @@ from dora.core.scheduling.schedules import Schedule
 from dora.core.window import Window
 from dora.producers.tasks.prompts import prompt_identity
 from dora.schemas.records import Command, Status
-from tests.run_records import admission, places_of, run_started, step, trajectory
+from tests.factories import admission, places_of, run_started, step, trajectory
 
 WORKER = Status("r", "w0", "rollout", "one", "ready", 0, version=0, capacity=4)
 TRAINER = Status("r", "trainer", "trainer", "t", "waiting", 0, version=0)

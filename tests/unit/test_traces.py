@@ -18,7 +18,7 @@ from dora.telemetry.tracer import (
     scoring_span,
     trace_of,
 )
-from tests.run_records import G, admission, places_of, step, trajectory
+from tests.factories import G, admission, places_of, step, trajectory
 from tests.span_receiver import span_receiver
 
 DEADLINE = 60.0

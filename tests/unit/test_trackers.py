@@ -15,7 +15,7 @@ from dora.schemas.records import Step
 from dora.telemetry import trackers as tracking
 from dora.telemetry.trackers import TensorBoard, TrackedRun, Trackers, WeightsAndBiases, values_of
 from tests.configurations import emulated
-from tests.run_records import run_started
+from tests.factories import run_started
 
 DEADLINE = 60.0
 

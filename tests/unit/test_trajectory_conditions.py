@@ -8,7 +8,7 @@ from dora.consumers.inspect.conditions import all_hold, parse_condition
 from dora.consumers.inspect.rows import Fate, Row, row_of, sort_rows
 from dora.errors import UsageError
 from dora.log.run_log import Placed
-from tests.run_records import admission, trajectory
+from tests.factories import admission, trajectory
 
 ROW = row_of(Placed(0, 7, trajectory(admission(4, 2))), Fate("trained", 4, 1))
 

@@ -15,7 +15,7 @@ from dora.consumers.inspect.sources import Sources, advantages_of, token_texts, 
 from dora.consumers.inspect.view import Scores, Token, TrajectoryView, text_of, with_scores
 from dora.log.run_log import Placed
 from dora.schemas.records import Chunk, Command, VersionRun, pack_logprobs, pack_tokens
-from tests.run_records import SAMPLING, admission, run_started, trajectory
+from tests.factories import SAMPLING, admission, run_started, trajectory
 
 GROUP = admission(4, 2)
 RECORD = trajectory(GROUP)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dora.core.transcripts import Decode, Detokenizer, Piece, Transcripts
 from dora.schemas.records import Chunk, Trajectory, VersionRun, pack_logprobs, pack_tokens
-from tests.run_records import SAMPLING, admission, trajectory
+from tests.factories import SAMPLING, admission, trajectory
 
 unhurried = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 

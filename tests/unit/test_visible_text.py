@@ -10,7 +10,7 @@ from dora.cli.console import visible
 from dora.cli.rescore.display import Change, Outcome, show
 from dora.cli.tail.lines import as_line
 from dora.core.rescoring import Rescored, compare
-from tests.run_records import admission, trajectory
+from tests.factories import admission, trajectory
 
 EVIL = "\x1b[2J\r[bold]\x07"
 

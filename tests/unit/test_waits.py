@@ -11,7 +11,7 @@ from dora.consumers.monitor.run_view import RunView
 from dora.consumers.monitor.snapshot import Snapshot
 from dora.consumers.monitor.waits import Sign, Wait
 from dora.schemas.records import Command, Record
-from tests.run_records import (
+from tests.factories import (
     admission,
     places_of,
     policy,

@@ -12,7 +12,7 @@ from dora.bus.reader import Message
 from dora.cli.run.watched_monitor import WatchedMonitor
 from dora.consumers.monitor.run_view import RunView
 from dora.errors import BusError
-from tests.run_records import run_started, status
+from tests.factories import run_started, status
 
 NOW = 100_000
 

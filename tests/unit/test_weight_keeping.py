@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora.core.weight_keeping import WeightUser, needless, weight_user
-from tests import run_records
+from tests import factories
 
 VERSIONS = st.integers(-1, 40)
 USERS = st.lists(st.builds(WeightUser, VERSIONS, VERSIONS, st.floats(0, 100)), max_size=6)
@@ -43,7 +43,7 @@ def test_what_window_redo_or_a_live_worker_needs_is_never_deleted(
 def test_a_worker_that_downloads_may_be_silent_as_long_as_loading_may_take(
     state: str, loading: int, version: int
 ) -> None:
-    status = run_records.status("w0", state, version=version, loading=loading)
+    status = factories.status("w0", state, version=version, loading=loading)
     user = weight_user(status, 5.0, patience=3.0, load_patience=60.0)
     assert user is not None and (user.holds, user.loads) == (version, loading)
     slow = state != "ready" or loading >= 0
@@ -55,5 +55,5 @@ def test_a_worker_that_downloads_may_be_silent_as_long_as_loading_may_take(
 
 def test_who_has_ended_or_generates_nothing_needs_no_weights() -> None:
     for process, state in (("w0", "stopped"), ("w0", "failed"), ("coordinator", "ready")):
-        status = run_records.status(process, state, version=3, loading=4)
+        status = factories.status(process, state, version=3, loading=4)
         assert weight_user(status, 0.0, patience=3.0, load_patience=60.0) is None

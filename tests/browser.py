@@ -4,7 +4,6 @@ import base64
 import itertools
 import json
 import os
-import shutil
 import subprocess
 import tempfile
 import time
@@ -14,22 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests import needs
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 INSTALL = (
-    "a report is looked at in a real browser, and none is installed; `make test` installs Chromium "
-    "where it may (ops/test-tools.sh), otherwise: apt-get install --no-install-recommends chromium"
+    "`make test` installs it where it may (ops/test-tools.sh), otherwise: "
+    "apt-get install --no-install-recommends chromium"
 )
 _SECONDS = 240.0
 
 
 def find_browser() -> str:
-    """Path of a browser; fails the test, saying what to install, where there is none."""
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    if found is None:
-        pytest.fail(INSTALL)
-    return found
+    """Path of a browser."""
+    return needs.program(*NAMES, install=INSTALL)
 
 
 @dataclass

@@ -9,7 +9,7 @@ the log itself.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -109,6 +109,7 @@ END = -1
 """Offset that stands for the end at the time of the call."""
 
 _TOPIC_GRACE_SECONDS = 10.0
+_BACK_OFFSETS = 256
 _IDLE_SECONDS = 0.05
 
 
@@ -208,6 +209,35 @@ class LogReader(Closing):
         DeadlineError after `deadline` seconds, naming the partition that is farthest behind.
         """
         yield from self.read_until(self.end_offsets(self._positions), deadline)
+
+    def read_back(
+        self,
+        partition: Partition,
+        enough: Callable[[Sequence[Message]], bool],
+        deadline: float,
+        *,
+        before: int | None = None,
+    ) -> list[Message]:
+        """The messages at the end of `partition` (below offset `before`, if given), as many as it
+        takes until `enough` holds, or all of them.
+
+        How far back the wanted record lies cannot be told from offsets: aborted transactions and
+        compaction leave any number of offsets without a record. The stretch that is read grows
+        until `enough` holds or the partition's beginning is reached. Afterwards the partition is
+        read on from its end (from `before`).
+
+        DeadlineError after `deadline` seconds without an answer.
+        """
+        begin = self.start_offsets([partition])[partition]
+        end = self.end_offsets([partition])[partition] if before is None else before
+        back = _BACK_OFFSETS
+        while True:
+            at = max(begin, end - back)
+            self.assign({partition: min(at, end)})
+            found = list(self.read_until({partition: end}, deadline))
+            if at == begin or enough(found):
+                return found
+            back *= 8
 
     def read_until(self, ends: Mapping[Partition, int], deadline: float) -> Iterator[Message]:
         """Like `read_to_end`, but each partition to an end of its own, which must not lie behind

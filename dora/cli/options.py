@@ -5,6 +5,7 @@ address resolved, or the user gets a message and exit code 2; nothing was starte
 """
 
 import functools
+import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -96,9 +97,12 @@ def config_argument(
             kafka_config: tuple[Path, ...],
             registry_url: str | None,
             broker_directory: Path,
+            accepted: tuple[str, ...],
             **kwargs: Any,
         ) -> Any:
             overrides = KafkaOverrides(bootstrap_servers, properties, kafka_config, registry_url)
+            if accepted:
+                sets = (*sets, f"run.accept_changed={json.dumps(accepted)}")
             config = load_config(config_path, sets=sets, kafka=overrides)
             if broker and config.kafka.bootstrap_servers is None:
                 config = with_broker(config, local_broker(broker_directory))
@@ -107,12 +111,23 @@ def config_argument(
             return function(*args, config=config, **kwargs)
 
         override = sets_option("Override a key of the configuration; may be repeated.")
-        decorated = override(_kafka_parameters(wrapper))
+        decorated = override(_accept_option(_kafka_parameters(wrapper)))
         return click.argument(
             "config_path", metavar="CONFIG", type=click.Path(path_type=Path, dir_okay=False)
         )(decorated)
 
     return decorate if command is None else decorate(command)
+
+
+def _accept_option(command: Command) -> Command:
+    return click.option(
+        "--accept-changed",
+        "accepted",
+        multiple=True,
+        metavar="INPUT",
+        help="Go on although this input of the run (task.path, task.verifier, policy.tokenizer) "
+        "holds something else than recorded; may be repeated.",
+    )(command)
 
 
 def kafka_options(command: Command) -> Command:

@@ -44,7 +44,7 @@ def rollout(config: Config, worker_id: str | None, workers: int | None) -> None:
     settings = cluster_settings(config.kafka)
     check_rights("rollout", config.run.name, settings)
     TopicAdmin(settings).verify(topic_plan(config))
-    check_recorded(config, settings)
+    check_recorded(config, settings, inputs=True)
     name = worker_id or f"{socket.gethostname()}-{os.getpid()}"
     count = workers or config.rollout.workers_per_process
     with observed(config, "rollout", name):

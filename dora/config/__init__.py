@@ -46,6 +46,9 @@ class RunSection(Section):
     """Seeds the prompt stream, the sampling and the trainer."""
     max_restarts: Annotated[int, Field(ge=0)] = 20
     """How often `dora run` restarts parts that died before it gives up."""
+    accept_changed: tuple[str, ...] = ()
+    """Inputs of the run (`task.path`, `task.verifier`, `policy.tokenizer` ...) that may hold
+    something else than the ledger recorded: it records them anew. Meant for `--accept-changed`."""
 
 
 class KafkaSection(Section):

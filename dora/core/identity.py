@@ -26,6 +26,11 @@ def _differences(prefix: str, recorded: Mapping[str, Any], given: Mapping[str, A
     return found
 
 
+def changed_inputs(recorded: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
+    """Names of the inputs (`dora.log.inputs`) that differ, or that only one side has, sorted."""
+    return sorted(name for name in {*recorded, *given} if recorded.get(name) != given.get(name))
+
+
 def schedule_of(recorded: str) -> str:
     """The schedule that a recorded identity (JSON) names; `dora` where it names none."""
     return str(_section(recorded, "schedule").get("kind", "dora"))

@@ -1,30 +1,49 @@
 """Whether a process may take part in the run that the topics hold.
 
-Invariant: a part that starts on another cluster, on topics that were made anew, or with another
-configuration than the run was started with, ends before it reads or writes anything else.
+A process that starts on another cluster, on topics that were made anew, with another configuration
+or with other inputs than the run was started with, ends before it writes anything and before it
+takes over from a running one.
 """
 
-from dora.bus.reader import BEGINNING, LogReader
+from collections.abc import Sequence
+
+from dora.bus.reader import BEGINNING, LogReader, Message
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics, TopicAdmin
 from dora.config import Config
+from dora.log.inputs import check_inputs
 from dora.log.ledger import check_continues
-from dora.schemas.records import RunStarted
+from dora.schemas.records import Policy, RunStarted
 
 READ_SECONDS = 60.0
 
 
-def check_recorded(config: Config, settings: ClusterSettings) -> None:
+def check_recorded(config: Config, settings: ClusterSettings, *, inputs: bool = False) -> None:
     """RunError, with the differences, unless `config` on this cluster continues the run that the
     ledger's first record tells of. A run that has not begun is continued by anything.
 
-    Whether that record is readable, and the first one, is for those to say that rest on it.
+    With `inputs` also what the configuration names must hold what the newest policy record says
+    (`dora.log.inputs`); processes that need no prompts and no scores do without. Whether the
+    records are readable is for those to say that rest on them.
     """
     run = config.run.name
+    topics = RunTopics(run)
     with LogReader(settings, client_id="continuation") as reader:
-        reader.assign({(RunTopics(run).steps, 0): BEGINNING})
+        reader.assign({(topics.steps, 0): BEGINNING})
         first = next(iter(reader.read_to_end(READ_SECONDS)), None)
     if first is None or not isinstance(first.value, RunStarted):
         return
     with TopicAdmin(settings) as admin:
         check_continues(first.value, config, admin.cluster_id(), admin.topic_ids(run))
+    if inputs:
+        with LogReader(settings, client_id="continuation") as reader:
+            newest = _policies(reader.read_back((topics.policies, 0), _has_policy, READ_SECONDS))
+        check_inputs(run, newest[-1].inputs if newest else first.value.inputs, config)
+
+
+def _policies(messages: Sequence[Message]) -> list[Policy]:
+    return [message.value for message in messages if isinstance(message.value, Policy)]
+
+
+def _has_policy(messages: Sequence[Message]) -> bool:
+    return bool(_policies(messages))

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dora import __version__, faults
@@ -48,6 +48,8 @@ class History:
     """The entries since the step that made the oldest live version."""
     checkpoints: list[str] = field(default_factory=list)
     """All checkpoints that the ledger names, oldest first."""
+    inputs: dict[str, str] = field(default_factory=dict)
+    """What the run's inputs held at last, as recorded."""
 
     @property
     def base(self) -> Step | None:
@@ -87,6 +89,7 @@ def read_ledger(
                 history.policies[value.version] = value
             case RunStarted() if history.started is None:
                 history.started = value
+                history.inputs = value.inputs
                 state.start()
             case Step() if history.started is not None:
                 try:
@@ -94,6 +97,7 @@ def read_ledger(
                 except ValueError as error:
                     raise RunError(f"{place} contradicts the ledger before it: {error}") from error
                 _remember(history, value, available)
+                history.inputs = value.inputs or history.inputs
                 oldest = state.window.oldest_live(state.newest)
                 while history.recent[0].version_out < oldest:
                     history.recent.popleft()
@@ -138,8 +142,11 @@ def resume(state: RunState, history: History) -> None:
         state.commit(step)
 
 
-def first_entry(config: Config, cluster_id: str, topic_ids: dict[str, str]) -> RunStarted:
-    """The ledger's first entry: what the run is, and where."""
+def first_entry(
+    config: Config, cluster_id: str, topic_ids: dict[str, str], inputs: Mapping[str, str]
+) -> RunStarted:
+    """The ledger's first entry: what the run is, what its `inputs` hold (`dora.log.inputs`), and
+    where it is."""
     return RunStarted(
         run=config.run.name,
         run_id=uuid.uuid4().hex,
@@ -154,6 +161,7 @@ def first_entry(config: Config, cluster_id: str, topic_ids: dict[str, str]) -> R
         topic_ids=topic_ids,
         created_ms=time.time_ns() // 1_000_000,
         config=json.dumps(config.recorded()),
+        inputs=dict(inputs),
     )
 
 
@@ -210,10 +218,13 @@ class LedgerWriter:
         self._topics = RunTopics(run)
         self._transactions = transactions
         self._state = state
+        self.inputs: Mapping[str, str] = {}
+        """What the run's inputs hold by the ledger; a step of another policy records them anew."""
 
     def begin(self, started: RunStarted, policy: Policy) -> None:
         """Commit the first entry with version 0."""
         self._commit(started, policy, {})
+        self.inputs = started.inputs
         self._state.start()
 
     def commit_step(
@@ -232,7 +243,10 @@ class LedgerWriter:
         step = self._entry(
             "step", policy.version, policy.weights_checksum, trained, set_aside, metrics, checkpoint
         )
+        if policy.inputs != self.inputs:
+            step = replace(step, inputs=policy.inputs)
         self._commit(step, policy, read)
+        self.inputs = policy.inputs
         self._take(step)
         return step
 

@@ -6,6 +6,7 @@ checked against one another when a record is made, whether by this program or fr
 meanings stand in the `.avsc` files, which have the same names in the same order.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -49,6 +50,11 @@ def unpack_logprobs(data: bytes) -> npt.NDArray[np.float32]:
     return values
 
 
+def prompt_hash(token_ids: bytes) -> str:
+    """Name of a prompt by its packed tokens: 16 hexadecimal digits."""
+    return hashlib.blake2b(token_ids, digest_size=8).hexdigest()
+
+
 def _same_length(token_ids: bytes, logprobs: bytes) -> None:
     tokens, values = unpack_tokens(token_ids), unpack_logprobs(logprobs)
     if len(tokens) != len(values):
@@ -88,6 +94,7 @@ class Chunk:
     sampling: Sampling
     created_ms: int
     resumed_tokens: int = 0
+    prompt_hash: str = ""
 
     def __post_init__(self) -> None:
         _same_length(self.token_ids, self.logprobs)
@@ -154,6 +161,17 @@ class Trajectory:
         """Number of tokens that the policy generated."""
         return self.mask.count(1)
 
+    @property
+    def prompt_token_ids(self) -> bytes:
+        """The prompt, packed: the tokens before the first that the policy generated."""
+        first = self.mask.find(1)
+        return self.token_ids if first < 0 else self.token_ids[: 4 * first]
+
+    @property
+    def prompt_hash(self) -> str:
+        """Hash of the prompt, the same for all samples of a group."""
+        return prompt_hash(self.prompt_token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
@@ -187,6 +205,7 @@ class Policy:
     canary_logprobs: bytes
     slots: tuple[SlotOffset, ...]
     created_ms: int
+    inputs: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         tokens, values = unpack_tokens(self.canary_token_ids), unpack_logprobs(self.canary_logprobs)
@@ -211,6 +230,7 @@ class RunStarted:
     topic_ids: dict[str, str]
     created_ms: int
     config: str = ""
+    inputs: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +270,7 @@ class Step:
     checkpoint: str | None
     trainer: str
     created_ms: int
+    inputs: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +309,7 @@ class Command:
     prefix_logprobs: bytes = b""
     prefix_runs: tuple[VersionRun, ...] = ()
     reason: str = ""
+    prompt_hash: str = ""
 
     def __post_init__(self) -> None:
         _same_length(self.prefix_token_ids, self.prefix_logprobs)

@@ -10,9 +10,7 @@ from pathlib import Path
 
 from dora.errors import PolicyError, WeightsError, first_line
 
-COMPANIONS = (
-    "config.json",
-    "generation_config.json",
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -24,6 +22,8 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
 )
+"""Files that a tokenizer is made of."""
+COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 """Files that belong to a model besides its weights."""
 
 EMULATED = "emulated"
@@ -110,7 +110,7 @@ def eos_token_ids(model: str) -> frozenset[int]:
     """
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        path = _model_file(model, name)
+        path = model_file(model, name)
         if path is None:
             continue
         try:
@@ -132,7 +132,7 @@ def eos_token_ids(model: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def _model_file(model: str, name: str) -> Path | None:
+def model_file(model: str, name: str) -> Path | None:
     """A small file of the model; None if the model has none of this name."""
     if Path(model).is_dir():
         path = Path(model) / name

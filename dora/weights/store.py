@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import unquote
 
 import fsspec
 
@@ -25,6 +26,7 @@ from dora.weights.manifest import describe, safe_relative, verify
 
 _NAME = re.compile(r"v(\d{8,})-[0-9a-f]{16}")
 _UNFINISHED = ".unfinished-"
+_FILE = "file://"
 _CACHED_VERSIONS = 2
 
 
@@ -98,7 +100,7 @@ class WeightStore:
         self._cached_versions = cached_versions
         self.url = url if "://" in url else Path(url).absolute().as_uri()
         self._files, self._root = self._open(self.url)
-        self._local = self.url.startswith("file://")
+        self._local = self.url.startswith(_FILE)
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -111,6 +113,9 @@ class WeightStore:
 
     @staticmethod
     def _open(url: str) -> tuple[Any, str]:
+        if url.startswith(_FILE):
+            # fsspec takes the escapes of a file URL, %20 for a space, for part of the name.
+            return fsspec.filesystem("file"), unquote(url.removeprefix(_FILE)).rstrip("/")
         try:
             files, root = fsspec.core.url_to_fs(url)
         except (ValueError, ImportError) as error:

@@ -1,7 +1,6 @@
 """The pure parts of chaos runs: which faults are made, what ends them, and what the report says."""
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +12,14 @@ from dora.schemas.records import (
     Command,
     GroupRef,
     Record,
+    Sampling,
     Status,
     Step,
     Trajectory,
+    VersionRun,
+    pack_logprobs,
+    pack_tokens,
 )
-from tests import factories
 from tests.chaos.agenda import Agenda
 from tests.chaos.plan import VICTIMS, Fault, Mix, plan, points_of, shares
 from tests.chaos.profiles import PROFILES
@@ -28,26 +30,39 @@ MIX = PROFILES["emulated"].mix
 
 
 def admission(ordinal: int, created_ms: int) -> Admission:
-    return factories.admission(ordinal, group_size=1, created_ms=created_ms)
+    return Admission("r", f"g{ordinal}", ordinal, 0, 1, "train", created_ms)
 
 
 def start(trajectory_id: str, worker: str, created_ms: int, attempt: int = 0) -> Command:
-    return factories.command(trajectory_id, worker, at=created_ms, attempt=attempt)
+    return Command(
+        "r", worker, "i", "start", created_ms, trajectory_id=trajectory_id, attempt=attempt
+    )
 
 
-def trajectory(trajectory_id: str, worker: str, created_ms: int, **fields: int) -> Trajectory:
+def trajectory(
+    trajectory_id: str, worker: str, created_ms: int, resumed_tokens: int = 0
+) -> Trajectory:
     group, _, sample = trajectory_id.rpartition("/")
-    of = factories.admission(int(group[1:]))
-    return factories.trajectory(of, int(sample), worker=worker, at=created_ms, **fields)
+    return Trajectory(
+        run="r", trajectory_id=trajectory_id, group_id=group, sample=int(sample), attempt=0,
+        chunks=1, policy_version=0, ordinal=0, purpose="train", token_ids=pack_tokens([3, 4, 5]),
+        mask=b"\x00\x01\x01", logprobs=pack_logprobs([0.0, -1.0, -1.0]),
+        version_runs=(VersionRun(0, 2),), finish_reason="stop", reward=1.0, reward_parts={},
+        error=None, text=None, worker=worker, engine="emulated",
+        sampling=Sampling(1.0, 1.0, 0, 8, (1,)), started_ms=0, generated_ms=0,
+        created_ms=created_ms, resumed_tokens=resumed_tokens,
+    )  # fmt: skip
 
 
 def step(version_out: int, created_ms: int, *groups: str, kind: Any = "step") -> Step:
-    refs = [GroupRef(group, 0, 0, ()) for group in groups]
-    return replace(factories.step(0, version_out - 1, refs, at=created_ms), kind=kind)
+    refs = tuple(GroupRef(group, 0, 0, ()) for group in groups)
+    return Step(
+        "r", kind, 0, version_out - 1, version_out, refs, (), {}, "sum", None, "t", created_ms
+    )
 
 
 def status(process: str, created_ms: int) -> Status:
-    return factories.status(process, at=created_ms, pid=created_ms)
+    return Status("r", process, "rollout", "i", "ready", created_ms, pid=created_ms)
 
 
 def fold(progress: Progress, record: Record, now: float) -> list[int]:

@@ -51,6 +51,19 @@ def test_a_published_version_is_fetched_with_the_same_tensors(tmp_path: Path) ->
     assert store.versions() == [version_name(3, published.checksum)]
 
 
+@pytest.mark.parametrize("name", ["My Disk", "é", "100%20 sure", "a#b?c"])
+@pytest.mark.parametrize("as_url", [False, True])
+def test_a_store_lies_in_the_directory_that_its_path_or_url_names(
+    tmp_path: Path, name: str, as_url: bool
+) -> None:
+    place = tmp_path / name
+    store = WeightStore(place.as_uri() if as_url else str(place))
+    published = store.publish(3, STATE, companions)
+    assert [entry.name for entry in tmp_path.iterdir()] == [name]
+    assert store.fetch(policy(published), tmp_path).parent == place
+    assert WeightStore(store.url).versions() == [version_name(3, published.checksum)]
+
+
 def test_the_checksum_depends_on_names_types_shapes_and_values_but_not_on_order() -> None:
     base = weights_checksum(STATE)
     assert weights_checksum(dict(reversed(STATE.items()))) == base

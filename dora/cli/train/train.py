@@ -42,9 +42,12 @@ def train(config: Config, fail_incomplete: bool) -> None:
     from dora.bus.settings import cluster_settings
     from dora.consumers.learner.ranks import Member, joined
     from dora.consumers.trainer.trainer import Trainer
+    from dora.log.continuation import check_recorded
     from dora.telemetry.start import observed
 
     settings = cluster_settings(config.kafka)
+    # Before the trainer takes over from a running one: what is refused must end nothing.
+    check_recorded(config, settings, inputs=True)
     stop = stop_on_signals()  # looked at by rank 0 only, which the others follow
     with joined(config) as ranks:
         if isinstance(ranks, Member):

@@ -22,6 +22,7 @@ from dora.consumers.trainer.weight_users import WeightUsers
 from dora.core.ring import slot_partitions
 from dora.core.weight_keeping import needless
 from dora.core.window import Window
+from dora.log.inputs import fingerprints
 from dora.log.ledger import History
 from dora.schemas.records import Policy, SlotOffset, pack_logprobs, pack_tokens
 from dora.weights.adapters import write_adapter, write_adapter_config
@@ -57,6 +58,8 @@ class Publisher:
         self._store = WeightStore.of(config)
         self._checkpoints = Checkpoints(config.run_directory / "checkpoints")
         self._checkpoint_names = list(history.checkpoints)
+        self.inputs = fingerprints(config)
+        """What the run's inputs hold."""
         self._damaged: set[str] = set()
         self._weight_names = {v: name_of(p.weights_uri) for v, p in history.policies.items()}
 
@@ -88,6 +91,7 @@ class Publisher:
             canary_logprobs=pack_logprobs(self._learner.sequence_logprobs(tokens)),
             slots=tuple(SlotOffset(*slot, offsets[slot]) for slot in slots),
             created_ms=time.time_ns() // 1_000_000,
+            inputs=self.inputs,
         )
 
     def _write(self, version: int) -> Published:

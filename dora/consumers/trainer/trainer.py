@@ -167,6 +167,7 @@ class Trainer:
             )
         check_retention(self._reader, self._topics, history, self._state.newest, self._window)
         self._policies = history.policies
+        self._ledger.inputs = history.inputs
         self._heartbeat.version = self._state.newest
         if history.started is not None:
             self._reports.begin(history.started, history.recent, self._state.newest)
@@ -231,7 +232,10 @@ class Trainer:
         with self._heartbeat.through("storing version 0"):
             policy = self._publisher.publish(0)
         started = first_entry(
-            self._config, self._admin.cluster_id(), self._admin.topic_ids(self._run)
+            self._config,
+            self._admin.cluster_id(),
+            self._admin.topic_ids(self._run),
+            self._publisher.inputs,
         )
         self._ledger.begin(started, policy)
         self._publisher.announced(policy, None)

@@ -8,7 +8,7 @@ window are closed. So the time to start is bounded by the window, not by the len
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dora.bus.offsets import Partition
 from dora.bus.reader import BEGINNING, LogReader, Message, Unreadable
@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 REBUILD_SECONDS = 300.0
 STATUS_RECORDS = 10_000
 """Statuses read at start. A worker whose last word lies further back speaks again, or never."""
-_TAIL = 256
 
 
 class RunFold:
@@ -132,25 +131,24 @@ class RunFold:
         One version more than the window's is allowed for: a step may show in the policies before it
         shows in the ledger.
         """
-        place = (self._topics.policies, 0)
-        begin = self._reader.start_offsets([place])[place]
-        end = self._reader.end_offsets([place])[place]
-        back, count = _TAIL, 0
-        while True:
-            at = max(begin, end - back)
-            self._reader.assign({place: at})
-            count += self._read_to_end()
-            newest = max(self._policies, default=-1)
-            oldest = max(0, self._window.oldest_live(newest) - 1)
-            missing = [v for v in range(oldest, newest + 1) if v not in self._policies]
-            if not missing or at == begin:
-                break
-            back *= 8
+        found = self._reader.read_back(
+            (self._topics.policies, 0), self._holds_window, REBUILD_SECONDS
+        )
+        for message in found:
+            self._apply(message, live=False)
+        newest = max(self._policies, default=-1)
+        oldest = max(0, self._window.oldest_live(newest) - 1)
         base = self._policies.get(oldest)
         if base is None or base.version == 0:
-            return None, count
+            return None, len(found)
         topics = {slot.topic for slot in base.slots}
-        return base if {self._topics.steps, self._topics.dispatch} <= topics else None, count
+        return base if {self._topics.steps, self._topics.dispatch} <= topics else None, len(found)
+
+    def _holds_window(self, found: Sequence[Message]) -> bool:
+        versions = {m.value.version for m in found if isinstance(m.value, Policy)}
+        newest = max(versions, default=-1)
+        oldest = max(0, self._window.oldest_live(newest) - 1)
+        return bool(versions) and versions.issuperset(range(oldest, newest + 1))
 
     def _positions(self, base: Policy | None) -> dict[Partition, int]:
         topics = self._topics
@@ -169,22 +167,19 @@ class RunFold:
     def _read_last_admission(self, before: int) -> None:
         """Looks back from offset `before` of the journal for the newest train admission: where the
         prompt stream goes on."""
+
+        def train_admissions(found: Sequence[Message]) -> list[Message]:
+            return [
+                m for m in found if isinstance(m.value, Admission) and m.value.purpose == "train"
+            ]
+
         place = (self._topics.dispatch, JOURNAL)
-        begin = self._reader.start_offsets([place])[place]
-        back, at = _TAIL, before
-        while at > begin:
-            at = max(begin, before - back)
-            back *= 8
-            last: Message | None = None
-            with self._aside() as reader:
-                reader.assign({place: at})
-                for message in reader.read_to_end(REBUILD_SECONDS):
-                    value = message.value
-                    if isinstance(value, Admission) and value.purpose == "train":
-                        last = message
-            if last is not None:
-                self._apply(last, live=False)
-                return
+        with self._aside() as reader:
+            found = reader.read_back(
+                place, lambda m: bool(train_admissions(m)), REBUILD_SECONDS, before=before
+            )
+        for message in train_admissions(found)[-1:]:
+            self._apply(message, live=False)
 
     def _follow_trajectories(self) -> None:
         """Reads finished trajectories from where the live versions start."""

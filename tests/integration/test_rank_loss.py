@@ -21,7 +21,7 @@ OTHER = """
 import os, sys, time
 import torch  # seconds of work, which are not to count against the timeout
 from dora.config import Config
-from dora.consumers import ranks
+from dora.consumers.learner import ranks
 from dora.errors import DoraError, PolicyError
 
 ranks.GRACE_SECONDS = 0.5

@@ -87,11 +87,7 @@ format: .venv/ready
 	$(BIN)/ruff check --fix .
 
 docs: .venv/ready
-	$(BIN)/python docs/generate_configuration.py
-	$(BIN)/python docs/generate_metrics.py
-	$(BIN)/python docs/generate_rights.py
-	$(BIN)/python docs/generate_kafka_users.py
-	$(BIN)/python docs/generate_asyncapi.py
+	$(BIN)/python docs/generate.py
 
 # A picture of the run RUN for the documentation; its Kafka must be up.
 dashboard: .venv/ready

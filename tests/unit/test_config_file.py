@@ -1,7 +1,5 @@
 """Reading configurations: what is refused is refused with its key, place and expectation."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -196,16 +194,3 @@ def test_secrets_are_never_repeated(write: Write, tmp_path: Path) -> None:
     overrides = KafkaOverrides(None, {"sasl.password": "hunter2"})
     config = load_config(write(MINIMAL), environment={}, kafka=overrides)
     assert "hunter2" not in repr(config) + repr(overrides)
-
-
-def test_the_documentation_of_the_configuration_is_current() -> None:
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, str(root / "docs" / "generate_configuration.py"), "--check"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=root,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr

@@ -44,7 +44,7 @@ endif
 	$(BIN)/dora broker fetch
 	touch $@
 
-# A schema registry for the tests; everybody else brings their own.
+# A schema registry, for the tests only.
 .venv/registry: ops/registry/pom.xml | .venv/ready
 	rm -rf $@ $@.new
 	mvn --batch-mode --quiet --strict-checksums -Dstyle.color=never --file=$< dependency:unpack-dependencies \
@@ -64,10 +64,9 @@ demo: setup
 chaos: setup
 	$(BIN)/python -m tests.chaos --seed $(SEED) --faults $(FAULTS) --engine $(ENGINE)
 
-# First a browser and Prometheus, for the tests that look through them. Then JOBS files at a time,
-# each job with a Kafka of its own, for most tests wait more than they compute. Then sessions of
-# their own: vLLM and DeepSpeed each want the process group of their process for themselves, and a
-# chaos run wants the machine.
+# First a browser and Prometheus, which some tests use. Then JOBS files at a time, each job with a
+# Kafka of its own, because most tests wait more than they compute. Then sessions of their own: vLLM
+# and DeepSpeed each need the process group of their process, and a chaos run needs the machine.
 test: setup .venv/registry .venv/connect
 	sh ops/test-tools.sh
 	$(BIN)/python -m pytest tests/unit tests/integration -m "not vllm" -n $(JOBS) --dist loadfile

@@ -1,4 +1,4 @@
-"""A verifier of the demo with a mistake in it, to be found: docs/debugging.md tells how."""
+"""A verifier of the demo with a planted mistake; docs/debugging.md shows how to find it."""
 
 from typing import Any
 
@@ -6,6 +6,6 @@ from spell_backward import read_answer
 
 
 def verify(response: str, item: dict[str, Any]) -> float:
-    """1 when the answer is right as far as it goes."""
+    """1 if the answer begins like the right one (the mistake)."""
     answer = read_answer(response)
     return float(answer is not None and str(item["answer"]).startswith(answer))

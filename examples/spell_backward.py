@@ -7,10 +7,10 @@ reasoning-gym's own scorer gives it exactly 1.
 
 The policy is a Qwen2 model of 0.54 million parameters. Its warm start imitates careless writers:
 most stop too early, and some dither, repeating a pair again and again. So it starts at about 20 %
-right and has responses with a long tail, which is what asynchronous rollout is about.
+right and its responses have a long tail, for which asynchronous rollout is made.
 
-Everything that `spell_backward.toml` names is here: `render`, `verify` and `prepare`. The module
-itself imports nothing heavy, because the verifier processes import it too.
+`spell_backward.toml` names the functions `render`, `verify` and `prepare`. The module itself
+imports nothing heavy, because the verifier processes import it too.
 """
 
 import functools

@@ -17,7 +17,7 @@ from dora.core.audit.report import MEANINGS, AuditReport
 
 @click.command()
 @click.argument("run")
-@click.option("--no-chunks", is_flag=True, help="Skip the token chunks: faster, proves less.")
+@click.option("--no-chunks", is_flag=True, help="Skip the token chunks: faster, but proves less.")
 @timeout_option(3600.0)
 @kafka_options
 @json_option
@@ -34,7 +34,8 @@ def audit(
 
     One version per trajectory; every started group trained exactly once with all its samples, set
     aside with a reason, or still within the window; staleness within the bound; every step whole.
-    Ends with exit code 1 and a sentence per violation if not. Works on running and ended runs.
+    If a rule was broken, prints each violation and ends with exit code 1. Works on running and
+    ended runs.
     """
     with waiting(f"reading {run}", quiet=as_json) as say:
 

@@ -67,7 +67,7 @@ def broker() -> None:
 def start(directory: Path, port: int | None, heap_mb: int, deadline: float, as_json: bool) -> None:
     """Start the broker and print its address; if it runs already, only print it.
 
-    It goes on after this command: stop it with `dora broker stop`.
+    It keeps running after this command: stop it with `dora broker stop`.
     """
     if running_broker(directory) is None:
         _announce_fetch()
@@ -96,7 +96,7 @@ def fetch() -> None:
     help="Seconds to wait for it to stop.",
 )
 def stop(directory: Path, force: bool, deadline: float) -> None:
-    """Stop the broker; nothing that it holds is lost."""
+    """Stop the broker; its data stays."""
     stopped = stop_broker(directory, force=force, deadline_seconds=deadline)
     click.echo("stopped" if stopped else f"no broker runs in {directory}", err=True)
 
@@ -106,7 +106,7 @@ def stop(directory: Path, force: bool, deadline: float) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def status(ctx: click.Context, directory: Path, as_json: bool) -> None:
-    """Say whether the broker runs, and where; exit code 1 if it does not."""
+    """Show whether the broker runs, and where; exit code 1 if it does not."""
     info = running_broker(directory)
     if as_json:
         click.echo(json.dumps(_content(directory, info)))

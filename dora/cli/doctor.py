@@ -64,7 +64,7 @@ class Finding:
 )
 @json_option
 def doctor(config_path: Path | None, broker_directory: Path, as_json: bool) -> None:
-    """Say what on this machine is missing, and how to get it.
+    """Show what this machine lacks, and how to get it.
 
     With CONFIG, only what this run needs counts as missing. Exit code 1 if anything is.
     """

@@ -65,7 +65,7 @@ COMMANDS: dict[str, Entry] = {
     "simulate": Entry(
         "dora.cli.simulate.simulate:simulate", "Plan: schedules in virtual time, and advice."
     ),
-    "doctor": Entry("dora.cli.doctor:doctor", "Say what this machine lacks, and how to get it."),
+    "doctor": Entry("dora.cli.doctor:doctor", "Show what this machine lacks, and how to get it."),
     "prepare": Entry("dora.cli.prepare:prepare", "Make the model directory of a run.", hidden=True),
 }
 

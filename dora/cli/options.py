@@ -206,7 +206,7 @@ def wait_option(command: Command) -> Command:
         default=600.0,
         show_default=True,
         metavar="SECONDS",
-        help="With --serve: give up when no trainer is heard for so long.",
+        help="With --serve: give up when no trainer is seen for so long.",
     )(command)
 
 
@@ -217,7 +217,7 @@ def config_file_option(command: Command) -> Command:
         "config_file",
         type=click.Path(path_type=Path, dir_okay=False),
         metavar="FILE",
-        help="The run's configuration, where its ledger did not record it.",
+        help="The run's configuration, if its ledger does not have it.",
     )(command)
 
 

@@ -26,7 +26,7 @@ from dora.errors import DoraError, UsageError
     help="Where to write; by default RUN-report.html in this directory.",
 )
 @click.option("--compare", metavar="RUN2", help="Another run of the cluster, in the same plots.")
-@click.option("--no-audit", is_flag=True, help="Leave the audit out: faster, proves nothing.")
+@click.option("--no-audit", is_flag=True, help="Leave the audit out: faster.")
 @click.option("--open", "show", is_flag=True, help="Open the file in the browser.")
 @timeout_option(3600.0)
 @kafka_options
@@ -41,10 +41,10 @@ def report(
     kafka: KafkaSection,
     as_json: bool,
 ) -> None:
-    """Write what happened in RUN as one HTML file that loads nothing.
+    """Write a report of RUN as one self-contained HTML file.
 
     Learning curves with their uncertainty, staleness, lengths, workers by version, speed, versions,
-    incidents, audit and configuration, from the log alone; of running and ended runs.
+    incidents, audit and configuration, from the log alone. Works on running and ended runs.
     """
     if compare == run:
         raise UsageError(f"--compare {compare}: a run is not compared with itself")

@@ -31,7 +31,7 @@ from dora.config import Config
 def rollout(config: Config, worker_id: str | None, workers: int | None) -> None:
     """Run a rollout worker of the run that CONFIG describes, or several emulated ones.
 
-    Each hosts one engine, generates what the coordinator sends, and ends when told to.
+    Each hosts one engine, generates what the coordinator orders, and ends on its command.
     """
     from dora.bus.acls import check_rights
     from dora.bus.settings import cluster_settings

@@ -78,8 +78,8 @@ def status(
 ) -> None:
     """Show window, backlog per version, workers, rates and staleness of RUN.
 
-    Says whether the run goes on, and if not, why. With --watch: a dashboard on a terminal, a line
-    for each step and change elsewhere, and with --json one object a line.
+    Also shows whether the run goes on, and if not, why. With --watch: a dashboard on a terminal,
+    elsewhere a line for each step and change, and with --json one object a line.
     """
     if svg is not None and (watch or as_json):
         raise UsageError("--svg writes one picture: leave --watch and --json out")

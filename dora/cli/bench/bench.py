@@ -12,5 +12,5 @@ COMMANDS = {
 bench = LazyGroup(
     name="bench",
     entries=COMMANDS,
-    help="Measure schedules against one another, over real Kafka.",
+    help="Measure and compare schedules, over real Kafka.",
 )

@@ -71,7 +71,7 @@ class Mode:
 @click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option(
     "--warmup", type=click.IntRange(min=0), default=3, show_default=True,
-    help="First of the --steps that do not count for the rates.",
+    help="The first of the --steps, which the rates leave out.",
 )  # fmt: skip
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option(
@@ -107,8 +107,8 @@ def real(
     overrides: KafkaOverrides,
     broker_directory: Path,
 ) -> None:
-    """Train the job of CONFIG by several schedules in turn, with trainer and engines on processors
-    of their own, and compare speed and learning.
+    """Train the job of CONFIG with several schedules in turn, trainer and engines on processors of
+    their own, and compare speed and learning.
 
     Each (seed, repeat, schedule) is a run from the starting policy; held-out prompts are solved
     before the first and after the last step only.

@@ -47,7 +47,7 @@ _TIME_SCALE = 0.05
 @click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option(
     "--warmup", type=click.IntRange(min=0), metavar="STEPS",
-    help="Steps before those that are measured. [default: 1 for sync, K + 2 for others]",
+    help="Steps before the measured ones. [default: 1 for sync, K + 2 for others]",
 )  # fmt: skip
 @click.option("--repeats", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option(
@@ -57,7 +57,7 @@ _TIME_SCALE = 0.05
 )
 @click.option(
     "--split", default="auto", show_default=True, metavar="auto|R",
-    help="Devices that generate where rollout and training have devices of their own.",
+    help="Devices that generate, if rollout and training have devices of their own.",
 )  # fmt: skip
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="As in `dora run`.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE")

@@ -80,12 +80,12 @@ TARGETS: dict[str, Kind] = {
 @click.option(
     "--ended",
     is_flag=True,
-    help="The run will never go on: export its last versions too, whatever is outstanding.",
+    help="The run will not go on: export its last versions too, with groups still outstanding.",
 )
 @click.option(
     "--no-dead-letters",
     is_flag=True,
-    help="Write nothing into Kafka: records that do not belong there are only counted.",
+    help="Write nothing to Kafka: foreign records are only counted.",
 )
 @target_options
 @timeout_option(3600.0)
@@ -104,11 +104,11 @@ def export(
     kafka: KafkaSection,
     as_json: bool,
 ) -> None:
-    """Export the finished trajectories of RUN to DIR: every version that cannot change any more and
+    """Export the finished trajectories of RUN to DIR: every version that can no longer change and
     is not there yet.
 
-    May be interrupted and repeated at any time: DIR then holds each version whole, or not yet, and
-    never twice. Runs that go on may be exported.
+    May be interrupted and repeated at any time: DIR holds each version whole or not at all, and
+    never twice. The run may go on meanwhile.
     """
     wanted = wanted_versions(version, versions)
     place = place_of(to, directory)

@@ -32,7 +32,7 @@ from dora.producers.tasks.import_prompts import Columns, Decode, Prompts, prompt
 @click.option("--answer-field", metavar="NAME", help="Column with the reference answer.")
 @click.option("--keep", multiple=True, metavar="NAME", help="A column to keep; may be repeated.")
 @click.option(
-    "--min-reward", type=float, metavar="R", help="Leave out rows with less reward, or without."
+    "--min-reward", type=float, metavar="R", help="Leave out rows with less reward, or without one."
 )
 @click.option(
     "--tokenizer",
@@ -65,12 +65,12 @@ def import_command(
     broker_directory: Path,
     as_json: bool,
 ) -> None:
-    """Make prompts for a run of FILEs (JSON lines, Parquet, or directories of them), or feed a
+    """Make prompts for a run from FILEs (JSON lines, Parquet, or directories of them), or feed a
     trainer with the trajectories that `dora export` wrote there.
 
     With --out every prompt is written once, in the order of its first occurrence, with its
     reference answer. With --serve the trajectories take the place of coordinator and workers, as
-    with `dora replay --serve`, but from files: the log that they came from may be gone.
+    with `dora replay --serve`, but from files: the log that they came from may be deleted.
     """
     if (out is None) == (config_path is None):
         raise UsageError("give --out FILE for prompts, or --serve CONFIG for trajectories")

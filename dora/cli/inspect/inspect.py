@@ -28,14 +28,16 @@ from dora.errors import UsageError
 @click.command(name="inspect")
 @click.argument("run")
 @click.option("--trajectory", "trajectory", metavar="ID", help="Show this one: <group>/<sample>.")
-@click.option("--group", "group", metavar="ID", help="Show this group: g<ordinal>, say.")
+@click.option("--group", "group", metavar="ID", help="Show this group, such as g<ordinal>.")
 @click.option("--groups", is_flag=True, help="List groups instead of trajectories.")
-@click.option("--version", type=click.IntRange(min=0), metavar="V", help="Only of this version.")
+@click.option(
+    "--version", type=click.IntRange(min=0), metavar="V", help="Only those of this version."
+)
 @click.option(
     "--step",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Only what the step that made version N trained or set aside.",
+    help="Only those that the step that made version N trained or set aside.",
 )
 @click.option(
     "--sort", type=click.Choice(SORT_KEYS), help="Smallest first; mismatch needs --recompute."
@@ -63,7 +65,7 @@ from dora.errors import UsageError
 )
 @click.option("--logprobs", is_flag=True, help="Print the numbers of each token.")
 @config_file_option
-@sets_option("Where things lie on this machine (policy.model, run.directory, weights.store).")
+@sets_option("Where things are on this machine (policy.model, run.directory, weights.store).")
 @timeout_option(300.0)
 @kafka_options
 @json_option
@@ -93,7 +95,7 @@ def inspect(
     A list: id, version, the step that trained it or why none did, staleness then, reward, length,
     finish reason, attempts, worker and mean log-probability. With --trajectory or --group: prompt
     and text, chunk by chunk with times, attempts, log-probability of each token as its colour,
-    reward and advantage. Nothing is written; runs that go on may be inspected.
+    reward and advantage. Nothing is written, and the run may go on meanwhile.
     """
     selection = Selection(
         groups, version, step, sort, reverse, tuple(map(parse_condition, filters)), limit

@@ -59,7 +59,7 @@ class Speed(click.ParamType):  # type: ignore[type-arg]
 @config_file_option
 @click.option("--no-checkpoint", is_flag=True, help="Begin at version 0 in any case.")
 @timeout_option(3600.0)
-@click.option("--trajectory", metavar="ID", help="Show one trajectory as people read it.")
+@click.option("--trajectory", metavar="ID", help="Show one trajectory, like `dora inspect`.")
 @click.option("--serve", is_flag=True, help="Feed the trainer of another run from the log.")
 @click.option("--as", "name", metavar="NEWRUN", help="With --serve: the run to feed.")
 @click.option(
@@ -102,8 +102,8 @@ def replay(
 
     Begins at the nearest checkpoint, compares weights and metrics with the ledger and says
     `bit-identical` or shows the first difference, with exit code 1. With --set it shows what
-    another loss or learning rate would have done on the same data, beside what was recorded.
-    Nothing of RUN is changed, and RUN may be going on.
+    another loss or learning rate would have done on the same data, beside the recorded values.
+    RUN is not changed, and may go on meanwhile.
 
     With --serve its logged trajectories feed the trainer of another run, NEWRUN, in place of
     coordinator and workers.

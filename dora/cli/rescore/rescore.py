@@ -72,7 +72,7 @@ def _verifier(context: click.Context, parameter: click.Parameter, text: str | No
     "the run's own: a check that scoring is deterministic.",
 )
 @click.option("--version", type=click.IntRange(min=0), help="Only trajectories of this version.")
-@click.option("--steps", "span", metavar="A:B", help="Only what these steps trained.")
+@click.option("--steps", "span", metavar="A:B", help="Only trajectories that these steps trained.")
 @click.option(
     "--limit",
     type=click.IntRange(min=1),
@@ -97,7 +97,7 @@ def _verifier(context: click.Context, parameter: click.Parameter, text: str | No
     help="Write old and new reward of every trajectory, one object a line.",
 )
 @config_file_option
-@sets_option("Change a key of it, such as task.path where the data lies elsewhere.")
+@sets_option("Change a key of it, such as task.path if the data is elsewhere.")
 @timeout_option(3600.0)
 @kafka_options
 @json_option
@@ -119,7 +119,7 @@ def rescore(
 ) -> None:
     """Score the logged trajectories of RUN again, and show what changes.
 
-    They are scored as rollout workers score: in processes of their own, each response within
+    As in rollout workers, responses are scored in processes of their own, each within
     task.verifier_timeout_seconds. Nothing is written to the run.
     """
     steps = None if span is None else parse_steps(span)

@@ -14,8 +14,10 @@ from dora.errors import RunError
 
 @click.command()
 @config_argument(broker=False)
-@click.option("--dry-run", is_flag=True, help="Check everything and say what would be started.")
-@click.option("--plain", is_flag=True, help="Lines instead of a picture, also on a terminal.")
+@click.option("--dry-run", is_flag=True, help="Check everything and print what would be started.")
+@click.option(
+    "--plain", is_flag=True, help="Print lines instead of the display, also on a terminal."
+)
 @click.option(
     "--stop-broker",
     is_flag=True,
@@ -26,10 +28,10 @@ def run(config: Config, dry_run: bool, plain: bool, stop_broker: bool, as_json: 
     """Run everything that CONFIG describes on this machine, until trainer.steps are committed.
 
     Starts a local Kafka broker if no cluster is given, makes the model and the topics if they are
-    missing, then starts coordinator, trainer and rollout workers and keeps them alive. Interrupted
-    or crashed, the same command goes on where the log ends. At the end it writes summary.json,
-    and audits the run. With --json the summary goes to standard output and all else to
-    standard error.
+    missing, then starts coordinator, trainer and rollout workers and keeps them alive. After an
+    interruption or a crash the same command goes on where the log ends. At the end it writes
+    summary.json and audits the run. With --json the summary goes to standard output, everything
+    else to standard error.
     """
     # A command that only checks must not import what runs processes and reads the log.
     if dry_run:

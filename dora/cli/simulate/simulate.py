@@ -56,7 +56,7 @@ MOST_STALENESS = 4
 )
 @click.option(
     "--rollout", metavar="R|best",
-    help="Devices that generate where the rest trains. By default the best known ones.",
+    help="Devices that generate, while the others train. By default the best known number.",
 )  # fmt: skip
 @click.option(
     "--lengths", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
@@ -72,7 +72,7 @@ MOST_STALENESS = 4
 )  # fmt: skip
 @click.option(
     "--tick-seconds", type=click.FloatRange(0, 60), default=0.2, show_default=True,
-    help="Between two turns of the coordinator; longer ones make large clusters cheaper.",
+    help="Between two ticks of the coordinator; longer ones make large clusters cheaper.",
 )  # fmt: skip
 @click.option(
     "--jobs", type=click.IntRange(min=1), metavar="N", help="Processes. By default one per CPU."

@@ -76,7 +76,7 @@ def _origin(context: click.Context, parameter: click.Parameter, text: str) -> Or
     metavar="N",
     help="End after N records; with --text after N finished trajectories.",
 )
-@click.option("--exit", "stop_at_end", is_flag=True, help="End when all there is has been shown.")
+@click.option("--exit", "stop_at_end", is_flag=True, help="End at the end of the log.")
 @click.option("--text", is_flag=True, help="Show responses as they are generated.")
 @click.option("--trajectory", metavar="ID", help="With --text: only this one, from its beginning.")
 @click.option(
@@ -109,7 +109,7 @@ def tail(
     Columns: time, partition@offset, record. Only committed records are shown. With --json one
     object a line, with all fields.
 
-    With --text the responses themselves, while they are generated: several at once on a terminal,
+    With --text: responses while they are generated, several at once on a terminal,
     a line for each new piece elsewhere.
     """
     given = {

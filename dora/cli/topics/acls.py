@@ -37,7 +37,7 @@ _COLUMNS = ("role", "principal", "operation", "resource", "names", "what for")
     "principals",
     multiple=True,
     metavar="[ROLE=]PRINCIPAL",
-    help="Who has the role, or without ROLE= all of them, as `User:NAME`; may be repeated. By "
+    help="The user of the role, or without ROLE= of all roles, as `User:NAME`; may be repeated. By "
     "default User:dora-ROLE.",
 )
 @click.option(
@@ -63,8 +63,8 @@ def acls(
 ) -> None:
     """Show the least rights that the roles of RUN need, or grant them.
 
-    They name this run's topics, transactional ids and group literally, so that no role can touch
-    another run. Rights are only ever added: take them back with kafka-acls.sh --remove.
+    They name this run's topics, transactional ids and group literally, so no role can touch
+    another run. Rights are only added: remove them with kafka-acls.sh --remove.
     """
     try:
         RunSection(name=run)

@@ -53,10 +53,10 @@ def plan(
     workers: int | None,
     as_json: bool,
 ) -> None:
-    """Say what the topics of the run that CONFIG describes would take.
+    """Compute the sizes of the topics of the run that CONFIG describes.
 
-    Sizes are those of what is sent, before compression, and on disk with all replicas. No cluster
-    is asked.
+    Sizes are those of the records sent, before compression, and on disk with all replicas. No
+    cluster is needed.
     """
     replicas, retention = config.kafka.replication_factor, config.kafka.retention_hours
     load = Load(

@@ -23,7 +23,7 @@ def topics() -> None:
     """Create, describe and delete a run's topics, and grant rights on them.
 
     A run has eight topics with a fixed number of partitions. `dora run` creates them itself; on a
-    managed cluster create them once with a user that may, and run with one that may not.
+    managed cluster create them once as a user with that right, and run as one without it.
     """
 
 
@@ -79,8 +79,8 @@ def create(config: Config, dry_run: bool, exist_ok: bool, as_json: bool) -> None
 def describe(run: str | None, kafka: KafkaSection, as_json: bool) -> None:
     """Show the topics of RUN: ids, partitions, records, configuration.
 
-    Without RUN the runs of the cluster are listed. Records count offsets from the first that is
-    still there to the end: transaction markers and aborted records are among them.
+    Without RUN the runs of the cluster are listed. Records are counted as offsets from the first
+    one kept to the end, transaction markers and aborted records included.
     """
     with TopicAdmin(cluster_settings(kafka)) as admin:
         if run is None:
@@ -119,7 +119,7 @@ def delete(
 ) -> None:
     """Delete the topics of RUN, and with them everything that it recorded.
 
-    Without --yes nothing is deleted: what would be is printed, and the exit code is 1 (0 with
+    Without --yes nothing is deleted: the topics are printed, and the exit code is 1 (0 with
     --dry-run). Stop the run's processes first.
     """
     with TopicAdmin(cluster_settings(kafka)) as admin:

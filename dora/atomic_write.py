@@ -1,14 +1,14 @@
-"""Files that somebody may read at any moment.
-
-Invariant: at its path there is the former content or the whole new one, never a part of it.
-"""
+"""Writing files that may be read at any moment."""
 
 import os
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` as UTF-8; its directory must exist. OSError for what the disk refuses."""
+def atomic_write(path: Path, text: str) -> None:
+    """Write `text` as UTF-8; a reader sees the former content or all of the new one.
+
+    The directory must exist. OSError for what the disk refuses.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         draft.write_text(text, encoding="utf-8")

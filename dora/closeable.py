@@ -1,19 +1,16 @@
-"""What is closed at the end of a `with` block.
-
-Invariant: `close` is called however the block is left, and its errors are raised.
-"""
+"""Base class of what is closed at the end of a `with` block."""
 
 from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self
 
 
-class Closing(ABC):
-    """Base of what holds something until `close`; usable in `with`."""
+class Closeable(ABC):
+    """`close` is called however the `with` block ends, and its errors are raised."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of it."""
+        """Release connections, files or threads."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,18 +1,33 @@
-"""What dora says when it cannot go on.
+"""The errors that dora raises, and the exit codes of its processes.
 
 Every error carries what happened and, where there is something to do, what to do next. The command
-line prints both and ends with the error's exit code: 1 when a check or an operation failed, 2 when
-the user asked for something that makes no sense.
+line prints both and ends with the error's exit code.
 """
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """How a process ended, for the shell and for a supervisor."""
+
+    FAILED = 1
+    """A check or an operation failed."""
+    USAGE = 2
+    """The command line or the configuration asks for something impossible."""
+    PERMANENT = 3
+    """Failed, and started again it would fail the same way; only a supervisor is told so."""
+    FENCED = 4
+    """Another process took over this one's role."""
+    INCOMPLETE = 5
+    """A trainer was asked to end before all its steps were done, and the caller wants to know."""
 
 
 class DoraError(Exception):
     """An operation failed; `str(error)` says what, `hint` says what to do about it."""
 
-    exit_code = 1
+    exit_code: int = ExitCode.FAILED
     permanent = False
-    """Whether the same process, started again, would only fail the same way: a supervisor gives up
-    instead of trying again."""
+    """Whether the same process, started again, would fail the same way: a supervisor gives up."""
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -26,7 +41,7 @@ class DoraError(Exception):
 class UsageError(DoraError):
     """The command line asks for something impossible."""
 
-    exit_code = 2
+    exit_code = ExitCode.USAGE
 
 
 class ConfigError(UsageError):
@@ -42,7 +57,7 @@ class BusError(DoraError):
 
 
 class AccessError(BusError):
-    """The cluster refuses who asks: certificate, password or a right; the message names the
+    """The cluster refuses this user's certificate, password or right; the message names the
     principal, the operation and the resource, as far as they are known."""
 
     permanent = True
@@ -51,9 +66,9 @@ class AccessError(BusError):
 class FencedError(BusError):
     """Another process took over this role; this one must stop and can change nothing any more.
 
-    Its exit code tells a supervisor that starting it again would only fence the other one."""
+    Started again it would fence the other one in turn."""
 
-    exit_code = 4
+    exit_code = ExitCode.FENCED
 
 
 class TopicError(BusError):
@@ -99,7 +114,7 @@ class TaskError(DoraError):
 
 
 class ExportError(DoraError):
-    """An export's target cannot take what was to be exported; what it holds already is whole."""
+    """An export's target cannot take what was to be exported; what it holds stays complete."""
 
 
 class RunError(DoraError):
@@ -109,13 +124,13 @@ class RunError(DoraError):
 
 
 class InUseError(RunError):
-    """Another process has what this one needs; it may let go of it."""
+    """Another process holds what this one needs, and may release it."""
 
     permanent = False
 
 
 class DeadlineError(DoraError):
-    """Something that was awaited did not come in time; the message says what, and from whom."""
+    """Something did not arrive in time; the message says what, and from where."""
 
 
 class RankError(DoraError):
@@ -123,7 +138,7 @@ class RankError(DoraError):
 
 
 def first_line(error: BaseException) -> str:
-    """What a library said, without the stack that it appends."""
+    """The message of an error of a library, without the stack that it appends."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = str(error).strip()

@@ -1,14 +1,11 @@
-"""Files with one JSON object a line.
-
-Invariant: a line is an object, or what is wrong with it is said in words for people.
-"""
+"""Reading files with one JSON object a line."""
 
 import json
 from typing import Any
 
 
-def object_of(line: bytes) -> dict[str, Any]:
-    """The object of a line; ValueError, with why, if it holds none."""
+def parse_json_object(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line; ValueError with the reason if there is none."""
     try:
         value = json.loads(line.decode())
     except UnicodeDecodeError as error:

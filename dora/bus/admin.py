@@ -13,7 +13,7 @@ from confluent_kafka.admin import AdminClient
 from dora.bus.access import Right
 from dora.bus.failures import Failures, await_answer, explain, kafka_error, make_client
 from dora.bus.settings import ClusterSettings, client_properties
-from dora.closeable import Closing
+from dora.closeable import Closeable
 from dora.errors import DeadlineError
 
 _OVERTIME_SECONDS = 30.0
@@ -21,7 +21,7 @@ _OVERTIME_SECONDS = 30.0
 Result = TypeVar("Result")
 
 
-class Admin(Closing):
+class Admin(Closeable):
     """A client that administers.
 
     Every method raises BusError if the cluster does not answer within `connect_timeout` seconds or

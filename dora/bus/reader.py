@@ -29,7 +29,7 @@ from dora.bus.failures import (
 )
 from dora.bus.offsets import Partition, ask_offsets
 from dora.bus.settings import ClusterSettings, Isolation, consumer_properties
-from dora.closeable import Closing
+from dora.closeable import Closeable
 from dora.errors import BusError, ConfigError, DeadlineError
 from dora.schemas.codec import UndecodableCode, UndecodableRecord, decode
 from dora.schemas.framing import RegistryFraming, SchemaAwaited
@@ -62,6 +62,11 @@ class Message:
     timestamp_ms: int
     headers: dict[str, bytes]
     value: Record | Unreadable
+
+    @property
+    def place(self) -> str:
+        """Topic, partition and offset, for people."""
+        return f"{self.topic} partition {self.partition} offset {self.offset}"
 
 
 def message_of(raw: Any, key: str | None, framing: RegistryFraming | None) -> Message:
@@ -113,7 +118,7 @@ _BACK_OFFSETS = 256
 _IDLE_SECONDS = 0.05
 
 
-class LogReader(Closing):
+class LogReader(Closeable):
     """Reads assigned partitions from given offsets; see the module's invariant.
 
     A broker or schema registry that is away for a while is ridden out: `poll` returns nothing

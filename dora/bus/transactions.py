@@ -33,7 +33,7 @@ from dora.bus.offsets import Partition
 from dora.bus.reader import LogReader
 from dora.bus.settings import ClusterSettings, client_properties, transactional_properties
 from dora.bus.writer import Deliveries
-from dora.closeable import Closing
+from dora.closeable import Closeable
 from dora.errors import AccessError, BusError
 from dora.schemas.records import DeadLetter, Record
 
@@ -90,7 +90,7 @@ class Transaction:
         self._writer._deliveries.flush(timeout)
 
 
-class TransactionalWriter(Closing):
+class TransactionalWriter(Closeable):
     """The one writer under `transactional_id`; making it fences whoever held the id before and
     aborts what that one left open in `partitions`, which are all that the id writes to.
 

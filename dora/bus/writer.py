@@ -16,7 +16,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 from dora.bus.access import Right
 from dora.bus.failures import Failures, await_answer, called, explain, kafka_error, make_client
 from dora.bus.settings import ClusterSettings, largest_record, producer_properties
-from dora.closeable import Closing
+from dora.closeable import Closeable
 from dora.errors import BusError, DeadlineError
 from dora.schemas.codec import encode
 from dora.schemas.records import Record
@@ -185,7 +185,7 @@ class Deliveries:
         return explain(error, self.settings, doing, self.failures, needs=needs)
 
 
-class LogWriter(Closing):
+class LogWriter(Closeable):
     """Idempotent writer without transactions, for chunks, trajectories and status."""
 
     def __init__(self, settings: ClusterSettings, *, client_id: str) -> None:

@@ -18,14 +18,10 @@ from typing import Any, Never
 import click
 
 from dora import __version__
-from dora.errors import DoraError
+from dora.errors import DoraError, ExitCode
 
 SUPERVISOR = "DORA_SUPERVISOR"
 RANK_PARENT = "DORA_RANK_PARENT"
-PERMANENT = 3
-"""Exit code by which a process tells its supervisor that starting it again is of no use."""
-INCOMPLETE = 5
-"""Exit code of a trainer that was asked to end before its work was done, where that matters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +102,8 @@ class LazyGroup(click.Group):
             if error.hint:
                 click.echo(f"  {error.hint}", err=True)
             # Only a supervisor asks for the difference; people see the documented codes.
-            supervised = bool(ctx.obj) and error.exit_code == 1 and error.permanent
-            ctx.exit(PERMANENT if supervised else error.exit_code)
+            supervised = bool(ctx.obj) and error.exit_code == ExitCode.FAILED and error.permanent
+            ctx.exit(ExitCode.PERMANENT if supervised else error.exit_code)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(130)

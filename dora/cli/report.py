@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dora.atomic_write import write_whole
+from dora.atomic_write import atomic_write
 from dora.bus.settings import cluster_settings
 from dora.cli.console import waiting
 from dora.cli.options import json_option, kafka_options, print_line, timeout_option
@@ -109,7 +109,7 @@ def checked_output(path: Path) -> Path:
 
 def _write(path: Path, page: str) -> None:
     try:
-        write_whole(path, page)
+        atomic_write(path, page)
     except OSError as error:
         raise DoraError(
             f"{path} could not be written: {error.strerror or error}",

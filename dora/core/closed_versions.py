@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dora.core.groups import misfit
-from dora.core.ring import partition, slot_partitions, trajectory_id
+from dora.core.ring import partition, slot_partitions, trajectory_id, version_starts
 from dora.schemas.records import Admission, GroupRef, Policy, RunStarted, Step, Trajectory
 
 _NAMED = 3
@@ -165,9 +165,8 @@ class RunVersions:
         return min(later, default=None)
 
     def _starts(self, version: int) -> dict[int, int]:
-        policy = self._policies.get(version)
-        slots = () if policy is None else policy.slots
-        return {s.partition: s.offset for s in slots if s.topic == self._bounds.topic}
+        starts = version_starts(self._policies.get(version), self._bounds.topic)
+        return {number: offset for (_, number), offset in starts.items()}
 
 
 def _some(names: Sequence[str]) -> str:

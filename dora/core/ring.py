@@ -1,13 +1,16 @@
-"""Which partition a record goes to, and the names of groups and trajectories.
+"""Which partition a record goes to, where a version begins there, and the names of trajectories.
 
-Invariant: within a partition of a version-partitioned topic, versions never interleave. Version `v`
-owns the slot `v mod ring` and a slot consists of `lanes` partitions; with `ring >= K + 2` a slot is
-used again only after its old version has left the window. All attempts at a trajectory land in one
+Within a partition of a version-partitioned topic, versions never interleave. Version `v` owns the
+slot `v mod ring` and a slot consists of `lanes` partitions; with `ring >= K + 2` a slot is used
+again only after its old version has left the window. All attempts at a trajectory land in one
 partition, because group id and version determine it, in every process alike (the hash is CRC-32,
 never Python's salted `hash`).
 """
 
 import zlib
+from collections.abc import Iterable, Mapping
+
+from dora.schemas.records import Policy
 
 JOURNAL = 0
 """Partition of the dispatch topic that holds the admission journal; the others hold commands."""
@@ -40,6 +43,37 @@ def slot_partitions(version: int, ring: int, lanes: int) -> range:
         raise ValueError(f"a slot needs at least 1 lane, not {lanes}")
     first = slot(version, ring) * lanes
     return range(first, first + lanes)
+
+
+def version_starts(policy: Policy | None, topic: str | None = None) -> dict[tuple[str, int], int]:
+    """Where a version begins, by topic and partition, as announced: in `topic` or in all of them.
+
+    Empty if the announcement was not read (None).
+    """
+    slots = () if policy is None else policy.slots
+    return {(s.topic, s.partition): s.offset for s in slots if topic in (None, s.topic)}
+
+
+def slot_starts(
+    policies: Mapping[int, Policy],
+    versions: Iterable[int],
+    topic: str,
+    ring: int,
+    lanes: int,
+    unknown: int,
+) -> dict[tuple[str, int], int]:
+    """Where to read `topic` from for all that concerns `versions`: the partitions of their slots.
+
+    The first version counts where several share a slot; `unknown` stands for an offset that was
+    not announced.
+    """
+    starts: dict[tuple[str, int], int] = {}
+    for version in versions:
+        announced = version_starts(policies.get(version), topic)
+        for number in slot_partitions(version, ring, lanes):
+            at = announced.get((topic, number), unknown)
+            starts[topic, number] = min(at, starts.get((topic, number), at))
+    return starts
 
 
 def worker_partition(worker: str, dispatch_partitions: int) -> int:

@@ -9,7 +9,7 @@ awaits or loads, however old.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dora.core.processes import GONE, PATIENT
+from dora.core.processes import GONE, allowed_silence
 from dora.schemas.records import Status
 
 
@@ -26,17 +26,13 @@ class WeightUser:
 
 
 def weight_user(
-    status: Status, heard_at: float, *, patience: float, load_patience: float
+    status: Status, heard_at: float, *, heartbeat_timeout: float, load_timeout: float
 ) -> WeightUser | None:
-    """What `status`, heard at `heard_at`, says about weights; None if it uses none.
-
-    A worker that starts or loads may be silent for `load_patience` seconds, another for `patience`.
-    """
+    """What `status`, read at `heard_at`, says about weights; None if it uses none."""
     if status.role != "rollout" or status.state in GONE:
         return None
-    slow = status.state in PATIENT or status.loading >= 0
-    wait = max(patience, load_patience) if slow else patience
-    return WeightUser(status.version, status.loading, heard_at + wait)
+    limit = allowed_silence(status, heartbeat_timeout=heartbeat_timeout, load_timeout=load_timeout)
+    return WeightUser(status.version, status.loading, heard_at + limit)
 
 
 def needless(

@@ -78,7 +78,7 @@ def read_ledger(
     reader.assign({(topics.steps, 0): BEGINNING, (topics.policies, 0): BEGINNING})
     for message in reader.read_to_end(deadline):
         value = message.value
-        place = f"{message.topic} partition {message.partition} offset {message.offset}"
+        place = message.place
         match value:
             case Unreadable():
                 raise RunError(

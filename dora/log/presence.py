@@ -1,21 +1,31 @@
-"""A process of a run as its last status shows it.
-
-Invariant: a process is alive only if it spoke within the time that its state allows.
-"""
+"""The processes of a run as their last statuses show them."""
 
 from dataclasses import dataclass, field
 
-from dora.core.processes import PATIENT
-from dora.schemas.records import Status
+from dora.bus.offsets import Partition
+from dora.bus.reader import LogReader
+from dora.bus.topics import RunTopics
+from dora.core.processes import GONE, allowed_silence
+from dora.schemas.records import ProcessState, Status
+
+STATUSES_READ_BACK = 20_000
+"""A process whose last status lies further back in the topic reports again, or has long ended."""
+
+
+def recent_statuses(reader: LogReader, topics: RunTopics) -> dict[Partition, int]:
+    """Where a process that starts begins to read the statuses of the others."""
+    place = (topics.workers, 0)
+    first, end = reader.start_offsets([place])[place], reader.end_offsets([place])[place]
+    return {place: max(first, end - STATUSES_READ_BACK)}
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessView:
-    """A process by its last own account; `age_seconds` is how long ago that was."""
+    """A process by its last status; `age_seconds` is how long ago that was."""
 
     process: str
     role: str
-    state: str
+    state: ProcessState
     message: str
     version: int
     running: int
@@ -34,8 +44,9 @@ class ProcessView:
     ) -> "ProcessView":
         """The process at `time_ms`. Times allowed for silence are in seconds."""
         age = max(0.0, (time_ms - status.created_ms) / 1000)
-        # An engine that starts or loads weights has no time to report.
-        busy = status.state in PATIENT
+        limit = allowed_silence(
+            status, heartbeat_timeout=heartbeat_timeout, load_timeout=load_timeout
+        )
         return cls(
             process=status.process,
             role=status.role,
@@ -45,7 +56,7 @@ class ProcessView:
             running=len(status.running),
             capacity=status.capacity,
             age_seconds=age,
-            silent=age > (load_timeout if busy else heartbeat_timeout),
+            silent=age > limit,
             host=status.host,
             pid=status.pid,
             incarnation=status.incarnation,
@@ -55,8 +66,8 @@ class ProcessView:
 
     @property
     def ended(self) -> bool:
-        """Whether the process said that it is over."""
-        return self.state in ("failed", "stopped")
+        """Whether the process reported that it has ended."""
+        return self.state in GONE
 
     @property
     def alive(self) -> bool:

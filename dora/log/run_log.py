@@ -17,7 +17,7 @@ from dora.bus.reader import BEGINNING, LogReader, Message, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics, TopicAdmin
 from dora.core.groups import misfit
-from dora.core.ring import JOURNAL, parse_trajectory_id, partition, slot_partitions
+from dora.core.ring import JOURNAL, parse_trajectory_id, partition, slot_starts, version_starts
 from dora.errors import RunError
 from dora.schemas.records import (
     Admission,
@@ -170,11 +170,10 @@ class RunLog:
         if not identities:
             return
         oldest = min(self.version_of(identity) for identity in identities)
-        policy = self.policies.get(oldest)
-        slots = () if policy is None else policy.slots
-        known = {s.partition: s.offset for s in slots if s.topic == self.topics.dispatch}
-        numbers = range(JOURNAL + 1, self._partitions.get(self.topics.dispatch, 0))
-        places = {(self.topics.dispatch, number): known.get(number, 0) for number in numbers}
+        topic = self.topics.dispatch
+        starts = version_starts(self.policies.get(oldest), topic)
+        numbers = range(JOURNAL + 1, self._partitions.get(topic, 0))
+        places = {(topic, number): starts.get((topic, number), 0) for number in numbers}
         for message in self._messages(places):
             value = message.value
             if isinstance(value, Command) and value.trajectory_id in identities:
@@ -327,16 +326,8 @@ class RunLog:
         every = range(self._partitions[topic])
         if versions is None:
             return {(topic, number): 0 for number in every}
-        starts: dict[Partition, int] = {}
-        for version in versions:
-            policy = self.policies.get(version)
-            known = (
-                {s.partition: s.offset for s in policy.slots if s.topic == topic} if policy else {}
-            )
-            for number in slot_partitions(version, self.started.ring, self.started.lanes):
-                at = known.get(number, 0)
-                starts[topic, number] = min(at, starts.get((topic, number), at))
-        return starts
+        ring, lanes = self.started.ring, self.started.lanes
+        return slot_starts(self.policies, versions, topic, ring, lanes, unknown=0)
 
     def _messages(
         self, places: dict[Partition, int], keys: frozenset[str] | None = None
@@ -362,7 +353,7 @@ class RunLog:
             what = f"cannot be read ({value.code}): {value.reason}"
         elif what is None:
             what = f"holds a {type(value).__name__}, which does not belong there"
-        text = f"{message.topic} partition {message.partition} offset {message.offset} {what}"
+        text = f"{message.place} {what}"
         if text not in self._noted:
             self._noted.add(text)
             self.unreadable.append(text)

@@ -1,8 +1,4 @@
-"""Where in the log the live versions are.
-
-Invariant: from the returned positions on, everything is read that concerns a group of a live
-version. What lies before them concerns groups that the ledger has closed.
-"""
+"""Where in the log the live versions are."""
 
 from collections.abc import Mapping
 
@@ -10,7 +6,7 @@ from dora.bus.offsets import Partition
 from dora.bus.reader import BEGINNING, LogReader
 from dora.bus.topics import RunTopics
 from dora.config import Config
-from dora.core.ring import JOURNAL, slot_partitions
+from dora.core.ring import JOURNAL, slot_partitions, version_starts
 from dora.core.window import Window
 from dora.errors import RunError
 from dora.schemas.records import Policy
@@ -21,8 +17,10 @@ def live_positions(
 ) -> dict[Partition, int]:
     """Offsets to read journal and trajectories from while `newest` is the newest version.
 
-    Slots of no live version are read from their ends: nothing is generated for a new version before
-    it is announced. RunError if the policies of the live versions are not at hand.
+    From there on everything is read that concerns a group of a live version; what lies before
+    concerns groups that the ledger has closed. Slots of no live version are read from their ends:
+    nothing is generated for a new version before it is announced. RunError if `policies` lacks a
+    live version.
     """
     topics, window, lanes = RunTopics(config.run.name), config.window, config.kafka.lanes
     oldest = Window(window.max_staleness, window.groups_per_step).oldest_live(newest)
@@ -36,10 +34,8 @@ def live_positions(
     for version in range(oldest, newest + 1):
         if version not in policies:
             raise RunError(f"the policies topic of run {config.run.name} has no version {version}")
-        for slot in policies[version].slots:
-            place = (slot.topic, slot.partition)
-            # Nothing comes before version 0: what the journal holds there does not belong in it.
-            first = version == oldest > 0 and place == journal
-            if slot.topic == topics.trajectories or first:
-                positions[place] = slot.offset
+        positions |= version_starts(policies[version], topics.trajectories)
+    if oldest > 0:  # what the journal holds before version 0 does not belong in it
+        announced = version_starts(policies[oldest], topics.dispatch)
+        positions[journal] = announced.get(journal, BEGINNING)
     return positions

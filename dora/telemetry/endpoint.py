@@ -16,7 +16,7 @@ from pathlib import Path
 
 from prometheus_client.exposition import choose_encoder
 
-from dora.atomic_write import write_whole
+from dora.atomic_write import atomic_write
 from dora.errors import ConfigError
 from dora.telemetry.exporter import ExportingMeter
 
@@ -117,4 +117,4 @@ def announce(path: Path, meter: ExportingMeter, endpoint: Endpoint, run: str) ->
     target = f"[{host}]:{endpoint.port}" if ":" in host else f"{host}:{endpoint.port}"
     labels = {"run": run, "role": meter.role, "process": meter.process}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps([{"targets": [target], "labels": labels}]) + "\n")
+    atomic_write(path, json.dumps([{"targets": [target], "labels": labels}]) + "\n")

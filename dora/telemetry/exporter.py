@@ -21,10 +21,10 @@ from prometheus_client.registry import Collector
 
 from dora.bus.settings import ClusterSettings
 from dora.config import Config
-from dora.core.processes import GONE, PATIENT, WORKING
+from dora.core.processes import GONE, WORKING, allowed_silence
 from dora.core.scheduling.workers import Roster
 from dora.core.state import RunState
-from dora.schemas.records import Admission, Command, ProcessState, Record, Status, Step
+from dora.schemas.records import Admission, Command, Record, Status, Step
 from dora.telemetry.catalogue import COMMON, OTHER, STATES, Metric, bounded, facts_of, of_role
 from dora.telemetry.lag import LagProbe
 from dora.telemetry.meter import Meter, Positions
@@ -239,19 +239,20 @@ class ExportingMeter(Meter, Collector):
 
     def _late(self, now: float) -> list[str]:
         """Who has been silent for longer than the run's own rules allow."""
-        heard = [(s.process, s.state, at) for s, at in self._statuses.values()]
-        heard = heard or [(self.process, "starting", self._began)]
-        return sorted(
-            name
-            for name, state, at in heard
-            if state not in GONE and now - at > self._allowed(state)
-        )
-
-    def _allowed(self, state: ProcessState) -> float:
-        """Seconds that a process may be silent in a state."""
         rollout = self._config.rollout
-        patient = state in PATIENT
-        return rollout.load_timeout_seconds if patient else rollout.heartbeat_timeout_seconds
+        if not self._statuses:
+            late = now - self._began > rollout.load_timeout_seconds
+            return [self.process] if late else []
+        return sorted(
+            status.process
+            for status, at in self._statuses.values()
+            if now - at
+            > allowed_silence(
+                status,
+                heartbeat_timeout=rollout.heartbeat_timeout_seconds,
+                load_timeout=rollout.load_timeout_seconds,
+            )
+        )
 
 
 def _by_version(counts: dict[int, int]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dora.atomic_write import write_whole
+from dora.atomic_write import atomic_write
 from dora.config import Config
 from dora.errors import ConfigError
 from dora.schemas.records import RunStarted, Step
@@ -136,7 +136,7 @@ class Mark:
 
     def write(self, number: int) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self._path, json.dumps({"run_id": self._run_id, "step": number}) + "\n")
+        atomic_write(self._path, json.dumps({"run_id": self._run_id, "step": number}) + "\n")
 
 
 class _Channel:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dora.bus import ClusterSettings, LogReader, LogWriter
-from dora.cli.run.supervisor import FENCED
 from dora.consumers.trainer.trainer import Trainer
+from dora.errors import ExitCode
 from dora.schemas.records import Admission, Command, Policy, RunStarted, Step
 from tests.factories import policy, status
 from tests.integration.test_bad_input import started
@@ -64,7 +64,7 @@ def check_ledger(world: World, steps: int) -> None:
 
 def check_fenced(loser: Process) -> None:
     until(lambda: loser.code is not None, "the fenced one to end", loser)
-    assert loser.code == FENCED, loser.said
+    assert loser.code == ExitCode.FENCED, loser.said
     assert "another process took over while" in loser.said or (
         "another trainer committed step" in loser.said
     ), loser.said
@@ -124,7 +124,7 @@ def test_a_trainer_frozen_past_its_transaction_timeout_ends_and_is_started_again
             until(lambda: frozen.code is not None, "the thawed trainer to end", frozen)
         assert "Traceback" not in frozen.said, frozen.said
         if frozen.code != 0:
-            assert frozen.code == FENCED, frozen.said
+            assert frozen.code == ExitCode.FENCED, frozen.said
             assert "kafka.transaction_timeout_seconds" in frozen.said
             result = small.dora("train", *TRANSACTION)
             assert result.exit_code == 0, result.output
@@ -211,7 +211,7 @@ def test_a_coordinator_frozen_past_its_transaction_timeout_ends_and_is_started_a
         )
         assert "Traceback" not in frozen.said, frozen.said
         if frozen.code is not None:
-            assert frozen.code == FENCED, frozen.said
+            assert frozen.code == ExitCode.FENCED, frozen.said
             with process(small, "second", "coordinator", *TRANSACTION) as second:
                 until(lambda: commands(small, settings), "the command", second)
             assert second.code == 0, second.said

@@ -11,8 +11,8 @@ import pytest
 
 from dora.broker.local import running_broker, start_broker, stop_broker
 from dora.bus import ClusterSettings, cluster_settings
-from dora.cli.run.supervisor import FENCED
 from dora.config import KafkaSection
+from dora.errors import ExitCode
 from dora.schemas.records import Step
 from tests.processes import process, until
 from tests.small_run import SmallRun, small_model
@@ -76,7 +76,7 @@ def test_a_broker_killed_in_the_middle_of_a_commit_loses_and_doubles_nothing(own
         assert "Traceback" not in trainer.said, trainer.said
         if trainer.code != 0:
             # not fenced by anybody: the same command goes on
-            assert trainer.code in (1, FENCED), trainer.said
+            assert trainer.code in (1, ExitCode.FENCED), trainer.said
             result = run.dora("train", *one_step)
             assert result.exit_code == 0, result.output
     steps = [r for r in world.read(run.topics.steps) if isinstance(r, Step)]

@@ -15,7 +15,7 @@ import torch
 
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import TopicAdmin, topic_plan
-from dora.cli.main import INCOMPLETE
+from dora.errors import ExitCode
 from dora.schemas.records import Policy
 from dora.weights.store import WeightStore
 from dora.weights.tensors import read_tensors
@@ -79,7 +79,7 @@ def test_two_ranks_train_what_one_trains_and_end_when_asked_to(world: World) -> 
         process = plain.start(plain.config(steps=4, ranks=2, **options), "--fail-incomplete")
         until(lambda: len(plain.steps()) == 2, "step 2", SECONDS)
         process.send_signal(signal.SIGTERM)
-        finish(plain, process, INCOMPLETE)
+        finish(plain, process, ExitCode.INCOMPLETE)
     assert "stopped between two steps: version 2" in plain.log.read_text()
     assert_gone(plain)
     alike(newest(plain), newest(world))

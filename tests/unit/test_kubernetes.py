@@ -11,10 +11,9 @@ import pytest
 from deepspeed.launcher import launch
 
 from dora.bus.access import ROLES, default_principal
-from dora.cli.main import INCOMPLETE
-from dora.cli.run.supervisor import FENCED, USAGE
 from dora.config import Config
 from dora.config.loading import load_config
+from dora.errors import ExitCode
 from tests.manifests import (
     KUBERNETES,
     ROOT,
@@ -172,8 +171,8 @@ def test_the_job_knows_the_exit_codes_of_the_trainer() -> None:
     (container,) = containers(resource("base", "Job", "dora-trainer"))
     rules = resource("base", "Job", "dora-trainer")["spec"]["podFailurePolicy"]["rules"]
     codes = {rule["action"]: rule["onExitCodes"] for rule in rules if "onExitCodes" in rule}
-    assert codes["FailJob"]["values"] == [USAGE, FENCED]
-    assert codes["Ignore"]["values"] == [INCOMPLETE]
+    assert codes["FailJob"]["values"] == [ExitCode.USAGE, ExitCode.FENCED]
+    assert codes["Ignore"]["values"] == [ExitCode.INCOMPLETE]
     assert all(code["containerName"] == container["name"] for code in codes.values())
     for build in BUILDS:
         (each,) = containers(resource(build, "Job", "dora-trainer"))

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora.core import ring
+from dora.schemas.records import Policy, SlotOffset
+from tests import factories
 
 RINGS = st.integers(1, 66)
 LANES = st.integers(1, 16)
@@ -82,3 +84,24 @@ def test_impossible_shapes_are_refused() -> None:
         ring.slot_partitions(1, 3, 0)
     with pytest.raises(ValueError, match="2 partitions"):
         ring.worker_partition("w", 1)
+
+
+def announced(version: int, **offsets: int) -> Policy:
+    slots = tuple(SlotOffset(f"r.{name}", version, at) for name, at in offsets.items())
+    return factories.policy(version, slots=slots)
+
+
+def test_where_versions_begin_is_read_from_their_announcements() -> None:
+    policies = {1: announced(1, chunks=5, steps=9), 2: announced(2, chunks=7)}
+    assert ring.version_starts(None) == {}
+    assert ring.version_starts(policies[1]) == {("r.chunks", 1): 5, ("r.steps", 1): 9}
+    assert ring.version_starts(policies[1], "r.steps") == {("r.steps", 1): 9}
+    topic = "r.chunks"
+    starts = ring.slot_starts(policies, [0, 1, 2], topic, ring=4, lanes=1, unknown=-2)
+    assert starts == {(topic, 0): -2, (topic, 1): 5, (topic, 2): 7}
+
+
+def test_a_slot_begins_with_the_first_of_its_versions() -> None:
+    policies = {0: announced(0, chunks=3), 4: announced(0, chunks=8)}
+    topic = "r.chunks"
+    assert ring.slot_starts(policies, [4, 0], topic, 4, 1, unknown=0) == {(topic, 0): 3}

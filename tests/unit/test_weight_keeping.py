@@ -1,8 +1,12 @@
 """Weights that somebody needs are never deleted."""
 
+from math import inf
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dora.core.processes import allowed_silence
 from dora.core.weight_keeping import WeightUser, needless, weight_user
 from tests import factories
 
@@ -44,7 +48,7 @@ def test_a_worker_that_downloads_may_be_silent_as_long_as_loading_may_take(
     state: str, loading: int, version: int
 ) -> None:
     status = factories.status("w0", state, version=version, loading=loading)
-    user = weight_user(status, 5.0, patience=3.0, load_patience=60.0)
+    user = weight_user(status, 5.0, heartbeat_timeout=3.0, load_timeout=60.0)
     assert user is not None and (user.holds, user.loads) == (version, loading)
     slow = state != "ready" or loading >= 0
     assert user.until == (65.0 if slow else 8.0)
@@ -53,7 +57,24 @@ def test_a_worker_that_downloads_may_be_silent_as_long_as_loading_may_take(
     assert needless(stored, 100, 1, 1, [user], user.until + 0.1) == stored
 
 
+def test_how_long_a_process_may_be_silent() -> None:
+    def allowed(*, switching: bool = False, longest: float = 60.0, **status: Any) -> float:
+        return allowed_silence(
+            factories.status("w0", status.pop("state", "ready"), **status),
+            heartbeat_timeout=3.0,
+            load_timeout=longest,
+            switching=switching,
+        )
+
+    assert allowed() == allowed(state="waiting") == allowed(state="training") == 3.0
+    assert allowed(state="starting") == allowed(state="loading") == 60.0
+    assert allowed(loading=0) == 60.0, "an adapter is loaded while others generate"
+    assert allowed(switching=True) == 60.0, "what it was told has not shown in a status yet"
+    assert allowed(state="loading", longest=1.0) == 3.0, "loading never shortens it"
+    assert allowed(state="stopped", loading=4) == allowed(state="failed", switching=True) == inf
+
+
 def test_who_has_ended_or_generates_nothing_needs_no_weights() -> None:
     for process, state in (("w0", "stopped"), ("w0", "failed"), ("coordinator", "ready")):
         status = factories.status(process, state, version=3, loading=4)
-        assert weight_user(status, 0.0, patience=3.0, load_patience=60.0) is None
+        assert weight_user(status, 0.0, heartbeat_timeout=3.0, load_timeout=60.0) is None

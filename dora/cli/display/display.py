@@ -17,7 +17,7 @@ from rich.text import Text
 
 from dora.cli.display.charts import condensed
 from dora.cli.run.supervisor import ChildView
-from dora.closeable import Closing
+from dora.closeable import Closeable
 from dora.consumers.monitor.emulation_check import late_share
 from dora.consumers.monitor.snapshot import Snapshot, StepPoint
 from dora.core.processes import emulation_warning
@@ -44,7 +44,7 @@ _COLOURS = {
 }
 
 
-class Display(Closing):
+class Display(Closeable):
     """Shows a run while it goes on, until it is closed."""
 
     @abstractmethod
@@ -118,7 +118,7 @@ class PlainDisplay(Display):
             # Training and waiting, loading and ready alternate at each step: they are no news.
             busy = ("training", "waiting") if process.role == "trainer" else ("loading", "ready")
             at_work = process.version >= 0 and process.state in busy
-            state = "at work" if at_work else process.state
+            state: str = "at work" if at_work else process.state
             if shown_state(process) == "silent":
                 state = "silent"
             if self._states.get(process.process) != state:

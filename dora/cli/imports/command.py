@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from dora.atomic_write import write_whole
+from dora.atomic_write import atomic_write
 from dora.cli.console import waiting
 from dora.cli.imports.serving import serve_files
 from dora.cli.options import cluster_options, json_option, print_line, sets_option, wait_option
@@ -126,7 +126,7 @@ def _write(out: Path, made: Prompts) -> bool:
                     hint="Name another file: a data set that a run uses must not change.",
                 )
             return False
-        write_whole(out, text)
+        atomic_write(out, text)
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error.strerror}") from error
     return True

@@ -15,12 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
-from dora.cli.main import PERMANENT, SUPERVISOR
-from dora.errors import DoraError
-
-# Exit codes after which the same process would only end the same way again.
-USAGE = 2
-FENCED = 4
+from dora.cli.main import SUPERVISOR
+from dora.errors import DoraError, ExitCode
 
 _BACKOFF_SECONDS = 1.0
 _BACKOFF_LIMIT = 30.0
@@ -222,17 +218,17 @@ class Supervisor:
             return
         child.note = _exit_text(code)
         assert child.process is not None
-        expired = code == FENCED and not self._replaced(name, child.process.pid)
+        expired = code == ExitCode.FENCED and not self._replaced(name, child.process.pid)
         if expired:
             child.note = "an expired transaction"
-        hopeless = code in (USAGE, PERMANENT, FENCED) and not expired
+        hopeless = code in (ExitCode.USAGE, ExitCode.PERMANENT, ExitCode.FENCED) and not expired
         if hopeless or self._restarts >= self._max_restarts:
             child.state = "failed"
-            if code == FENCED and not expired:
+            if code == ExitCode.FENCED and not expired:
                 what = f"{name} was fenced: another {name} took over this run"
-            elif code == USAGE:
+            elif code == ExitCode.USAGE:
                 what = f"{name} cannot run with this configuration"
-            elif code == PERMANENT:
+            elif code == ExitCode.PERMANENT:
                 what = f"{name} cannot run as things are, and starting it again would not help"
             else:
                 what = (

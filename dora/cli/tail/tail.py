@@ -16,7 +16,7 @@ from dora.bus.topics import RunTopics, TopicAdmin
 from dora.cli.options import config_file_option, json_option, kafka_options, print_line
 from dora.cli.tail.lines import as_line, as_object, version_of
 from dora.config import KafkaSection
-from dora.core.ring import slot_partitions
+from dora.core.ring import slot_starts
 from dora.errors import UsageError
 from dora.schemas.records import Policy, RunStarted
 
@@ -201,13 +201,6 @@ def _range_of(
                     policy = message.value
     if started is None:
         return dict(wanted)
-    name = topic.rpartition(".")[2]
-    offsets = {
-        slot.partition: slot.offset
-        for slot in (policy.slots if policy else ())
-        if slot.topic.endswith(name)
-    }
-    return {
-        (topic, each): offsets.get(each, BEGINNING) if origin.offset == BEGINNING else origin.offset
-        for each in slot_partitions(version, started.ring, started.lanes)
-    }
+    policies = {} if policy is None else {version: policy}
+    starts = slot_starts(policies, [version], topic, started.ring, started.lanes, unknown=BEGINNING)
+    return starts if origin.offset == BEGINNING else dict.fromkeys(starts, origin.offset)

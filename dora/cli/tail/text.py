@@ -20,7 +20,7 @@ from dora.bus.settings import cluster_settings
 from dora.cli.options import print_line
 from dora.cli.tail.text_rows import ROW_LINES, TextRows, TextScreen, ending, readable
 from dora.config import Config, KafkaSection
-from dora.core.ring import parse_trajectory_id, partition, slot_partitions
+from dora.core.ring import parse_trajectory_id, partition, slot_partitions, version_starts
 from dora.core.transcripts import Decode, Piece, Transcripts
 from dora.errors import PolicyError
 from dora.log.recorded_config import recorded_config
@@ -87,10 +87,9 @@ def places(
     keys = [(t, n) for t in (log.topics.chunks, log.topics.trajectories) for n in numbers]
     if not options.beginning:
         return dict.fromkeys(keys, END)
-    policy = log.policies.get(version) if version is not None else None
-    slots = {(s.topic, s.partition): s.offset for s in policy.slots} if policy else {}
+    starts = version_starts(log.policies.get(version)) if version is not None else {}
     first = reader.start_offsets(keys)  # retention may have deleted what the version began with
-    return {key: max(first[key], slots.get(key, BEGINNING)) for key in keys}
+    return {key: max(first[key], starts.get(key, BEGINNING)) for key in keys}
 
 
 def follow(

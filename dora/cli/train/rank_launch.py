@@ -19,10 +19,10 @@ from contextlib import suppress
 import psutil
 
 from dora.broker.process import free_port
-from dora.cli.main import INCOMPLETE, PERMANENT, RANK_PARENT
+from dora.cli.main import RANK_PARENT
 from dora.cli.options import ConfigSource
-from dora.cli.run.supervisor import FENCED, USAGE
 from dora.config import Config
+from dora.errors import ExitCode
 
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 1.0
@@ -48,9 +48,9 @@ def run_ranks(
         signal.signal(number, lambda *_: _end_ranks())
     with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL) as launcher:
         code = launcher.wait()
-    if code == PERMANENT:
-        return PERMANENT if supervised else 1
-    return code if code in (0, USAGE, FENCED, INCOMPLETE) else 1
+    if code == ExitCode.PERMANENT:
+        return ExitCode.PERMANENT if supervised else 1
+    return code if code in (0, ExitCode.USAGE, ExitCode.FENCED, ExitCode.INCOMPLETE) else 1
 
 
 def _end_ranks() -> None:

@@ -5,18 +5,18 @@ import os
 import click
 
 from dora.cli.coordinator import stop_on_signals
-from dora.cli.main import INCOMPLETE
 from dora.cli.options import config_argument, config_source
 from dora.cli.process_log import log_to_stderr
 from dora.config import Config
+from dora.errors import ExitCode
 
 
 @click.command()
 @click.option(
     "--fail-incomplete",
     is_flag=True,
-    help=f"End with exit code {INCOMPLETE} instead of 0 when asked to end before trainer.steps are "
-    "committed: for supervisors that take 0 for done, such as a Kubernetes Job.",
+    help=f"End with exit code {ExitCode.INCOMPLETE} instead of 0 when asked to end before "
+    "trainer.steps are committed: for supervisors that take 0 for done, such as a Kubernetes Job.",
 )
 @config_argument
 def train(config: Config, fail_incomplete: bool) -> None:
@@ -63,4 +63,4 @@ def train(config: Config, fail_incomplete: bool) -> None:
             if ranks is not None:
                 ranks.complete = complete
     if fail_incomplete and not complete:
-        context.exit(INCOMPLETE)
+        context.exit(ExitCode.INCOMPLETE)

@@ -15,7 +15,7 @@ from dora import __version__
 from dora.bus.offsets import Partition
 from dora.bus.reader import LogReader, Message, Unreadable
 from dora.bus.settings import ClusterSettings
-from dora.closeable import Closing
+from dora.closeable import Closeable
 from dora.consumers.export.dead_letters import DeadLetters
 from dora.consumers.export.rows import Source
 from dora.core.closed_versions import RunVersions, TopicBounds
@@ -62,7 +62,7 @@ class ExportLog(RunLog):
         super()._note(message, what)
 
 
-class VersionReader(Closing):
+class VersionReader(Closeable):
     """Reads the versions of `log` as they are now; `versions` says what they are. Not for use from
     several threads.
 

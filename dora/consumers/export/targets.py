@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dora import faults
-from dora.closeable import Closing
+from dora.closeable import Closeable
 from dora.consumers.export.rows import SOURCE_KEY, TOKEN_COLUMNS, Source
 from dora.errors import ExportError, InUseError, UsageError
 from dora.log.table_schema import SCHEMA, VERSION_PREFIX, version_of
@@ -40,7 +40,7 @@ Say = Callable[[str], None]
 """Takes a sentence for the person who exports."""
 
 
-class Target(Closing):
+class Target(Closeable):
     """Where the versions of one run go; `place` says where that is, for people. Not for use from
     several threads.
 

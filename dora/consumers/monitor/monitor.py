@@ -16,7 +16,13 @@ from dora.consumers.monitor.run_view import RunView
 from dora.consumers.monitor.snapshot import Snapshot
 from dora.core.groups import Group
 from dora.core.identity import dispatch_partitions
-from dora.core.ring import partition, slot_partitions, trajectory_id
+from dora.core.ring import (
+    JOURNAL,
+    partition,
+    slot_starts,
+    trajectory_id,
+    version_starts,
+)
 from dora.errors import BusError
 
 log = logging.getLogger(__name__)
@@ -143,8 +149,7 @@ class RunMonitor:
             return None
         number = partition(group.version, group.group_id, started.ring, started.lanes)
         place = (self._topics.chunks, number)
-        starts = [s.offset for s in policy.slots if (s.topic, s.partition) == place]
-        return Search(place, starts[0] if starts else 0)
+        return Search(place, version_starts(policy).get(place, 0))
 
     def close(self) -> None:
         """Close the connection."""
@@ -174,23 +179,20 @@ class RunMonitor:
         assert view.started is not None and view.state is not None
         topic, count = self._topics.dispatch, dispatch_partitions(view.started.identity)
         oldest = view.policies.get(view.state.window.oldest_live(view.state.newest))
-        slots = oldest.slots if oldest is not None else ()
-        announced = {slot.partition: slot.offset for slot in slots if slot.topic == topic}
-        positions = {(topic, each): announced.get(each, BEGINNING) for each in range(1, count)}
-        return positions | {(topic, 0): BEGINNING}
+        positions = dict.fromkeys([(topic, each) for each in range(1, count)], BEGINNING)
+        return positions | version_starts(oldest, topic) | {(topic, JOURNAL): BEGINNING}
 
     def _window_positions(self, ends: dict[tuple[str, int], int]) -> dict[tuple[str, int], int]:
         """Where the live versions start; the spare slot holds nothing that counts so far."""
         view = self.view
         assert view.started is not None and view.state is not None
-        topic, positions = self._topics.trajectories, dict(ends)
         newest = view.state.newest
-        for version in range(view.state.window.oldest_live(newest), newest + 1):
-            announced = {
-                slot.partition: slot.offset
-                for slot in (view.policies[version].slots if version in view.policies else ())
-                if slot.topic.endswith("trajectories")
-            }
-            for each in slot_partitions(version, view.started.ring, view.started.lanes):
-                positions[(topic, each)] = announced.get(each, BEGINNING)
-        return positions
+        live = range(view.state.window.oldest_live(newest), newest + 1)
+        return ends | slot_starts(
+            view.policies,
+            live,
+            self._topics.trajectories,
+            view.started.ring,
+            view.started.lanes,
+            unknown=BEGINNING,
+        )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dora import __version__
-from dora.atomic_write import write_whole
+from dora.atomic_write import atomic_write
 from dora.consumers.monitor.snapshot import Snapshot
 from dora.core.step_metrics import success
 
@@ -81,5 +81,5 @@ def write_summary(summary: dict[str, Any], directory: Path) -> Path:
     """Write `summary.json` into `directory`, whole or not at all; its path."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / FILE_NAME
-    write_whole(path, json.dumps(summary, indent=2) + "\n")
+    atomic_write(path, json.dumps(summary, indent=2) + "\n")
     return path

@@ -104,7 +104,7 @@ class Intake:
             log.warning("not settled yet: %s", error)  # the rival's next word asks again
 
     def _unreadable(self, message: Message, value: Unreadable) -> None:
-        place = f"{message.topic} partition {message.partition} offset {message.offset}"
+        place = message.place
         if message.topic == self._topics.workers:
             return  # of these only another trainer's word matters, and it will speak again
         if message.topic != self._topics.trajectories:

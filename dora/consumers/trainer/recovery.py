@@ -67,10 +67,7 @@ def fetch_trajectories(
                         if isinstance(message.value, Unreadable)
                         else f"holds a {type(message.value).__name__}"
                     )
-                    raise RunError(
-                        f"{topic} partition {message.partition} offset {message.offset}, which the "
-                        f"ledger trained, {what}"
-                    )
+                    raise RunError(f"{message.place}, which the ledger trained, {what}")
                 found[message.partition, message.offset] = message.value
                 missing.discard(message.offset)
             if missing and message.offset > min(missing):

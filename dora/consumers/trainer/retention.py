@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dora.bus.offsets import Partition
 from dora.bus.reader import LogReader
 from dora.bus.topics import RunTopics
-from dora.core.ring import JOURNAL
+from dora.core.ring import JOURNAL, version_starts
 from dora.core.window import Window
 from dora.errors import RunError
 from dora.log.ledger import History
@@ -50,19 +50,16 @@ def check_retention(
 def _needs(topics: RunTopics, history: History, newest: int, window: Window) -> list[Need]:
     oldest = window.oldest_live(newest)
     journal = (topics.dispatch, JOURNAL)
-    announced = {(s.topic, s.partition): s.offset for s in history.policies[oldest].slots}
+    announced = version_starts(history.policies[oldest])
     needs = [
         Need(journal, announced.get(journal, 0), f"the admissions since version {oldest} are there")
     ]
     for version in range(oldest, newest + 1):
         needs += [
-            Need(
-                (slot.topic, slot.partition),
-                slot.offset,
-                f"the trajectories of live version {version} are there",
-            )
-            for slot in history.policies[version].slots
-            if slot.topic == topics.trajectories
+            Need(place, offset, f"the trajectories of live version {version} are there")
+            for place, offset in version_starts(
+                history.policies[version], topics.trajectories
+            ).items()
         ]
     for step in history.redo_after(history.base):
         needs += [

@@ -14,12 +14,11 @@ from dora.bus.topics import RunTopics
 from dora.config import Config
 from dora.core.weight_keeping import WeightUser, weight_user
 from dora.errors import DeadlineError
+from dora.log.presence import recent_statuses
 from dora.schemas.records import Status
 
 log = logging.getLogger(__name__)
 
-READ_BACK = 20_000
-"""Statuses read at start. A worker whose last word lies further back speaks again, or never."""
 READ_SECONDS = 30.0
 
 
@@ -27,14 +26,11 @@ class WeightUsers:
     """Follows the workers topic of a run."""
 
     def __init__(self, config: Config, settings: ClusterSettings) -> None:
-        self._patience = config.rollout.heartbeat_timeout_seconds
-        self._load_patience = config.rollout.load_timeout_seconds
+        self._heartbeat_timeout = config.rollout.heartbeat_timeout_seconds
+        self._load_timeout = config.rollout.load_timeout_seconds
         self._users: dict[str, WeightUser] = {}
         self._reader = LogReader(settings, client_id="trainer-workers")
-        place = (RunTopics(config.run.name).workers, 0)
-        first = self._reader.start_offsets([place])[place]
-        end = self._reader.end_offsets([place])[place]
-        self._reader.assign({place: max(first, end - READ_BACK)})
+        self._reader.assign(recent_statuses(self._reader, RunTopics(config.run.name)))
 
     def heard(self) -> list[WeightUser] | None:
         """Every worker that may still use weights; None if Kafka did not answer in time."""
@@ -57,8 +53,8 @@ class WeightUsers:
         user = weight_user(
             status,
             time.monotonic(),
-            patience=self._patience,
-            load_patience=self._load_patience,
+            heartbeat_timeout=self._heartbeat_timeout,
+            load_timeout=self._load_timeout,
         )
         if user is None:
             self._users.pop(status.process, None)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from dora.core.processes import GONE, PATIENT, USABLE
+from dora.core.processes import GONE, USABLE, allowed_silence
 from dora.core.scheduling.estimates import Speeds
 from dora.core.scheduling.pool import Pool, WorkerView
 from dora.schemas.records import Command, Status
@@ -321,10 +321,12 @@ class Roster:
 
     def _silent_from(self, member: Member) -> float:
         """When the worker's silence becomes too long, if it goes on."""
-        if member.status.state in GONE:
-            return float("inf")
-        patient = member.status.state in PATIENT or member.switching_to is not None
-        limit = self._load_timeout if patient else self._heartbeat_timeout
+        limit = allowed_silence(
+            member.status,
+            heartbeat_timeout=self._heartbeat_timeout,
+            load_timeout=self._load_timeout,
+            switching=member.switching_to is not None,
+        )
         return max(member.heard_at, self._excused_at) + limit
 
     def _watch(self, member: Member) -> None:

@@ -16,16 +16,15 @@ from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.config import Config
 from dora.core.identity import differences
-from dora.core.ring import JOURNAL, slot_partitions
+from dora.core.ring import JOURNAL, slot_partitions, version_starts
 from dora.core.scheduling.coordination import Coordination
 from dora.errors import RunError
+from dora.log.presence import recent_statuses
 from dora.schemas.records import Admission, Policy, RunStarted
 
 log = logging.getLogger(__name__)
 
 REBUILD_SECONDS = 300.0
-STATUS_RECORDS = 10_000
-"""Statuses read at start. A worker whose last word lies further back speaks again, or never."""
 
 
 class RunFold:
@@ -87,9 +86,7 @@ class RunFold:
 
     def start_of(self, topic: str, version: int) -> dict[Partition, int]:
         """Where the version's slot of `topic` starts, by partition: the announced offsets."""
-        policy = self._policies.get(version)
-        slots = () if policy is None else policy.slots
-        return {(s.topic, s.partition): s.offset for s in slots if s.topic == topic}
+        return version_starts(self._policies.get(version), topic)
 
     def close(self) -> None:
         """Lets go of the cluster's connections."""
@@ -119,7 +116,7 @@ class RunFold:
             self._unreadable(first, first.value)
         else:
             raise RunError(
-                f"{_place(first)} is the ledger's first record, but it does not start the run",
+                f"{first.place} is the ledger's first record, but it does not start the run",
                 hint="Its beginning was deleted (retention), or something else wrote to the topic. "
                 "A run cannot go on without it: give run.name another value.",
             )
@@ -141,7 +138,7 @@ class RunFold:
         base = self._policies.get(oldest)
         if base is None or base.version == 0:
             return None, len(found)
-        topics = {slot.topic for slot in base.slots}
+        topics = {topic for topic, _ in version_starts(base)}
         return base if {self._topics.steps, self._topics.dispatch} <= topics else None, len(found)
 
     def _holds_window(self, found: Sequence[Message]) -> bool:
@@ -156,13 +153,9 @@ class RunFold:
         places += [(topics.dispatch, i) for i in range(self._config.kafka.dispatch_partitions)]
         positions = dict.fromkeys(places, BEGINNING)
         if base is not None:
-            announced = {(slot.topic, slot.partition): slot.offset for slot in base.slots}
+            announced = version_starts(base)
             positions = {place: announced.get(place, BEGINNING) for place in places}
-        workers = (topics.workers, 0)
-        begin = self._reader.start_offsets([workers])[workers]
-        end = self._reader.end_offsets([workers])[workers]
-        positions[workers] = max(begin, end - STATUS_RECORDS)
-        return positions
+        return positions | recent_statuses(self._reader, topics)
 
     def _read_last_admission(self, before: int) -> None:
         """Looks back from offset `before` of the journal for the newest train admission: where the
@@ -225,7 +218,7 @@ class RunFold:
             )
         except ValueError as error:
             raise RunError(
-                f"{_place(message)} contradicts the log before it: {error}",
+                f"{message.place} contradicts the log before it: {error}",
                 hint="Something else than this run wrote to the topic, or it was damaged.",
             ) from error
 
@@ -236,11 +229,11 @@ class RunFold:
         journal = message.topic == topics.dispatch and message.partition == JOURNAL
         if journal or message.topic in (topics.steps, topics.policies):
             raise RunError(
-                f"{_place(message)} cannot be read ({value.code}): {value.reason}",
+                f"{message.place} cannot be read ({value.code}): {value.reason}",
                 hint="Without it nobody knows what was started or trained. The topic is damaged, "
                 "or was written by a newer dora.",
             )
-        log.warning("%s cannot be read (%s): %s", _place(message), value.code, value.reason)
+        log.warning("%s cannot be read (%s): %s", message.place, value.code, value.reason)
 
     def _check_identity(self, started: RunStarted) -> None:
         self.run_id = started.run_id
@@ -250,7 +243,3 @@ class RunFold:
                 f"run {self._run} was started with another configuration: " + "; ".join(found),
                 hint="give the run another name (run.name), or restore the recorded values",
             )
-
-
-def _place(message: Message) -> str:
-    return f"{message.topic} partition {message.partition} offset {message.offset}"

@@ -251,7 +251,7 @@ class ReplayServer:
             try:
                 self._take(message)
             except ValueError as error:
-                place = f"{message.topic} partition {message.partition} offset {message.offset}"
+                place = message.place
                 raise RunError(f"{place} contradicts the log before it: {error}") from error
 
     def _take(self, message: Message) -> None:

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dora.errors import UsageError, first_line
-from dora.json_lines import object_of
+from dora.json_lines import parse_json_object
 from dora.log.table_schema import version_of
 
 LINE_BYTES = 64 * 2**20
@@ -133,7 +133,7 @@ def _object(place: str, line: bytes) -> dict[str, Any]:
     try:
         if len(line) > LINE_BYTES:
             raise ValueError(f"longer than {LINE_BYTES // 2**20} MiB")
-        return object_of(line)
+        return parse_json_object(line)
     except ValueError as error:
         raise UsageError(f"{place}: {error}", hint="JSON is read as one object a line.") from error
 

@@ -12,7 +12,7 @@ from array import array
 
 from dora.config import Config
 from dora.errors import TaskError
-from dora.json_lines import object_of
+from dora.json_lines import parse_json_object
 from dora.producers.tasks.base import (
     Prompt,
     PromptEncoder,
@@ -102,7 +102,7 @@ class JsonlTask(Task):
     def _parse(self, ordinal: int, number: int, line: bytes) -> Prompt:
         place = f"{self._path}, line {number}"
         try:
-            item = object_of(line)
+            item = parse_json_object(line)
         except ValueError as error:
             raise TaskError(f"{place}: {error}") from error
         needed = [self._section.answer_field]

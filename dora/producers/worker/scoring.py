@@ -21,7 +21,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from dora.closeable import Closing
+from dora.closeable import Closeable
 from dora.config import TaskSection
 from dora.errors import DeadlineError, TaskError
 from dora.producers.tasks import judge
@@ -66,7 +66,7 @@ class _Bundle:
     jobs: tuple[_Job, ...]
 
 
-class Scorer(Closing):
+class Scorer(Closeable):
     """Runs a task's verifier in a pool of processes, each response within a time limit.
 
     The processes start at once, in the background. They are spawned, not forked, because the

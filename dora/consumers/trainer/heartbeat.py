@@ -1,26 +1,23 @@
-"""The trainer's own account of itself, in the workers topic.
+"""The trainer's statuses in the workers topic.
 
-Invariant: while the trainer works, no more than about a heartbeat passes between two of its Status
-records, whatever it does in between: it is called from within long steps, and by a thread of its
-own through calls that do not come back for a while, such as a write to a slow disk. That thread
-gives up after a limit, so that a call that never returns shows as silence.
+While the trainer works, about a heartbeat passes between two statuses: they are sent from within
+long steps, and by a thread of their own during calls that do not return for a while, such as a
+write to a slow disk. That thread gives up after a limit, so a call that never returns shows as
+silence.
 """
 
 import logging
-import os
-import socket
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dora.bus.topics import RunTopics
+from dora.bus.transactions import TransactionalWriter
 from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.errors import BusError
+from dora.log.status_reporter import StatusReporter
 from dora.schemas.records import ProcessState, Status
-from dora.telemetry.meter import meter
 
 log = logging.getLogger(__name__)
 
@@ -31,23 +28,21 @@ class Heartbeat:
     """Sends a Status at each change of state and every `rollout.heartbeat_seconds`."""
 
     def __init__(self, config: Config, writer: LogWriter) -> None:
-        self.incarnation = uuid.uuid4().hex
         self.version = -1
         self.metrics: dict[str, float] = {}
-        self._run = config.run.name
-        self._topic = RunTopics(config.run.name).workers
+        self._statuses = StatusReporter(config, writer, PROCESS, "trainer")
+        self.incarnation = self._statuses.incarnation
         self._interval = config.rollout.heartbeat_seconds
         self._target = float(config.trainer.steps)
         self._writer = writer
         self._state: ProcessState = "starting"
         self._message = ""
-        self._sent_at = float("-inf")
         self._limit = config.rollout.load_timeout_seconds
         self._lock = threading.Lock()
 
     def say(self, state: ProcessState, message: str) -> None:
         """Change state; a change is sent at once, a new message with the next heartbeat."""
-        changed = state != self._state or self._sent_at == float("-inf")
+        changed = state != self._state or self._statuses.sent_at == float("-inf")
         self._state, self._message = state, message
         self.beat(force=changed)
 
@@ -78,30 +73,16 @@ class Heartbeat:
     def beat(self, *, force: bool = False) -> None:
         """Send a Status if one is due."""
         with self._lock:
-            self._beat(force=force)
+            if force or self._statuses.due:
+                self._statuses.send(self._status())
+                self._writer.poll()
 
-    def _beat(self, *, force: bool) -> None:
-        now = time.monotonic()
-        if not force and now - self._sent_at < self._interval:
-            return
-        self._sent_at = now
-        status = self.status()
-        meter().heard(status)
-        self._writer.send(self._topic, status, key=PROCESS)
-        self._writer.poll()
+    def settle_with_rival(self, rival: Status, transactions: TransactionalWriter) -> None:
+        """Find out which trainer is active; FencedError if it is the other one."""
+        self._statuses.settle_with_rival(rival, transactions, self._status())
 
-    def status(self) -> Status:
-        """The trainer as it is now."""
-        return Status(
-            run=self._run,
-            process=PROCESS,
-            role="trainer",
-            incarnation=self.incarnation,
-            state=self._state,
-            created_ms=time.time_ns() // 1_000_000,
-            message=self._message,
-            version=self.version,
-            metrics={"steps_target": self._target, **self.metrics, **meter().said},
-            host=socket.gethostname(),
-            pid=os.getpid(),
+    def _status(self) -> Status:
+        metrics = {"steps_target": self._target, **self.metrics}
+        return self._statuses.status(
+            self._state, self._message, version=self.version, metrics=metrics
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from dora.bus.reader import Message, Unreadable
 from dora.bus.topics import RunTopics
-from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
+from dora.bus.transactions import TransactionalWriter
 from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.consumers.trainer.batch_builder import Planner
@@ -73,7 +73,7 @@ class Intake:
                 case Step():
                     self._ledger.saw(value)
                 case Status(role="trainer") if value.state not in GONE:
-                    self._settle_with_rival(value)
+                    self._heartbeat.settle_with_rival(value, self._transactions)
                 case _:
                     pass
         self._live_versions = max(self._live_versions, len(self._state.live_versions()))
@@ -90,18 +90,6 @@ class Intake:
             self._state.admit(admission)
         except ValueError as error:
             raise RunError(f"{place} contradicts the journal before it: {error}") from error
-
-    def _settle_with_rival(self, rival: Status) -> None:
-        """Find out who is active when another trainer speaks: a transaction of the fenced one fails
-        (FencedError), even while there is no step to commit."""
-        if rival.incarnation == self._heartbeat.incarnation:
-            return
-        log.warning("another trainer speaks: process %d on %s", rival.pid, rival.host)
-        try:
-            with self._transactions.transaction() as transaction:
-                transaction.send(self._topics.workers, self._heartbeat.status(), key=PROCESS)
-        except TransactionAbortedError as error:
-            log.warning("not settled yet: %s", error)  # the rival's next word asks again
 
     def _unreadable(self, message: Message, value: Unreadable) -> None:
         place = message.place

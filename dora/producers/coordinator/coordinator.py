@@ -8,11 +8,8 @@ decrease.
 """
 
 import logging
-import os
-import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable
 
 from dora import faults
@@ -29,6 +26,7 @@ from dora.core.scheduling.scheduler import Decision, Rules
 from dora.core.scheduling.schedules import Schedule
 from dora.core.window import Window
 from dora.errors import DeadlineError
+from dora.log.status_reporter import StatusReporter
 from dora.producers.coordinator.group_traces import GroupTraces
 from dora.producers.coordinator.log_follower import RunFold
 from dora.producers.coordinator.records import RecordMaker
@@ -78,8 +76,10 @@ class Coordinator:
         self._topics = RunTopics(self._run)
         self._records = RecordMaker(config, now_ms)
         self._traces = GroupTraces(sampled=config.traces.endpoint is not None)
-        self._incarnation = uuid.uuid4().hex
-        self._beat_at = float("-inf")
+        self._writer = LogWriter(settings, client_id="coordinator")
+        self._statuses = StatusReporter(
+            config, self._writer, "coordinator", "coordinator", clock=clock, now_ms=now_ms
+        )
         # fences an older coordinator before anything is read, so that what is read is complete
         self._transactions = TransactionalWriter(
             settings,
@@ -90,13 +90,12 @@ class Coordinator:
         )
         self._coordination = Coordination(
             rules_of(config),
-            self._incarnation,
+            self._statuses.incarnation,
             prompt_identity(config) if config.schedule.longest_first else None,
         )
         self._fold = RunFold(config, settings, self._coordination, clock)
         self._ticked_at: float | None = None
         self._scanner = ChunkScanner(settings, mixed=config.schedule.kind == "partial")
-        self._writer = LogWriter(settings, client_id="coordinator")
 
     def run(self, stop: threading.Event) -> None:
         """Coordinates until the run is complete or `stop` is set.
@@ -129,17 +128,9 @@ class Coordinator:
         ]
 
     def _settle_with_rival(self) -> None:
-        """Finds out who is active when another coordinator speaks: a transaction of the fenced one
-        fails (FencedError), even if it has nothing to decide."""
         rival, self._coordination.rival = self._coordination.rival, None
-        if rival is None:
-            return
-        log.warning("another coordinator speaks: process %d on %s", rival.pid, rival.host)
-        try:
-            with self._transactions.transaction() as transaction:
-                transaction.send(self._topics.workers, self._status("ready"), key="coordinator")
-        except TransactionAbortedError as error:
-            log.warning("not settled yet: %s", error)  # the rival's next word asks again
+        if rival is not None:
+            self._statuses.settle_with_rival(rival, self._transactions, self._status("ready"))
 
     def _decide(self) -> None:
         """One tick: everything that is due, in one transaction."""
@@ -229,14 +220,10 @@ class Coordinator:
         return not alive or late
 
     def _beat(self, state: ProcessState, *, force: bool = False) -> None:
-        now = self._clock()
-        if not force and now - self._beat_at < self._config.rollout.heartbeat_seconds:
+        if not force and not self._statuses.due:
             return
-        self._beat_at = now
-        status = self._status(state)
-        meter().heard(status)
-        meter().workers(self._coordination.roster, now)
-        self._writer.send(self._topics.workers, status, key="coordinator")
+        meter().workers(self._coordination.roster, self._clock())
+        self._statuses.send(self._status(state))
         if state == "stopped":
             try:
                 self._writer.flush(self._config.kafka.request_timeout_seconds)
@@ -250,14 +237,9 @@ class Coordinator:
             if run_state.newest >= 0
             else "waiting for version 0 from the trainer"
         )
-        return Status(
-            run=self._run,
-            process="coordinator",
-            role="coordinator",
-            incarnation=self._incarnation,
-            state=state,
-            created_ms=self._now_ms(),
-            message=message,
+        return self._statuses.status(
+            state,
+            message,
             version=run_state.newest,
             metrics={
                 "unplaced": float(len(self._coordination.unplaced)),
@@ -268,8 +250,5 @@ class Coordinator:
                 "outstanding": float(run_state.outstanding_total),
                 "live_versions": float(len(run_state.live_versions())),
                 "next_ordinal": float(run_state.next_ordinal),
-                **meter().said,
             },
-            host=socket.gethostname(),
-            pid=os.getpid(),
         )

@@ -11,12 +11,9 @@ import heapq
 import itertools
 import json
 import logging
-import os
-import socket
 import threading
 import time
-import uuid
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
@@ -35,6 +32,7 @@ from dora.core.scheduling.workers import holding
 from dora.core.state import finished_facts
 from dora.errors import DeadlineError, RunError
 from dora.log.ledger import new_state
+from dora.log.status_reporter import StatusReporter
 from dora.producers.replay.recording import ChunkKey, Recorded, chunk_key
 from dora.schemas.records import (
     Admission,
@@ -46,66 +44,13 @@ from dora.schemas.records import (
     Trajectory,
 )
 
-# What a serving of logged trajectories says of itself, in place of coordinator and worker.
-#
-# Invariant: whoever looks at the run sees a coordinator and one worker that holds everything
-# which is still to come; nothing of it decides anything.
-
-WORKER = "replay"
-_SHOWN = 1000
-
-
-class ServingStatus:
-    """Sends a status for both roles every `rollout.heartbeat_seconds`."""
-
-    def __init__(self, config: Config, writer: LogWriter) -> None:
-        self._config = config
-        self._writer = writer
-        self._incarnation = uuid.uuid4().hex
-        self._topic = RunTopics(config.run.name).workers
-        self._sent_at = float("-inf")
-        self._version = -1
-
-    def beat(self, message: str, version: int, running: Mapping[str, int]) -> None:
-        """Send statuses if they are due. `running` are trajectories and their attempts."""
-        self._version = version
-        now = time.monotonic()
-        if now - self._sent_at < self._config.rollout.heartbeat_seconds:
-            return
-        self._sent_at = now
-        self._send("ready", message, [holding(i, a) for i, a in list(running.items())[:_SHOWN]])
-        self._writer.poll()
-
-    def end(self, state: ProcessState, message: str) -> None:
-        """The last word."""
-        self._send(state, message, [])
-
-    def _send(self, state: ProcessState, message: str, running: list[str]) -> None:
-        for process in ("coordinator", WORKER):
-            worker = process == WORKER
-            status = Status(
-                run=self._config.run.name,
-                process=process,
-                role="rollout" if worker else "coordinator",
-                incarnation=self._incarnation,
-                state=state,
-                created_ms=time.time_ns() // 1_000_000,
-                message=message,
-                version=self._version,
-                versions=(self._version,) if worker and self._version >= 0 else (),
-                capacity=self._config.rollout.capacity if worker else 0,
-                running=tuple(running) if worker else (),
-                host=socket.gethostname(),
-                pid=os.getpid(),
-            )
-            self._writer.send(self._topic, status, key=process)
-
-
 log = logging.getLogger(__name__)
 
+WORKER = "replay"
 POLL_SECONDS = 0.05
 READ_SECONDS = 600.0
 RECORDS_AT_ONCE = 1000
+_RUNNING_SHOWN = 1000
 _Messages = Generator[Message, None, None]
 _FREE = ("run.", "trainer.", "evaluation.")
 
@@ -171,7 +116,10 @@ class ReplayServer:
         )
         self._reader = LogReader(settings, client_id=f"{self._run}.replay")
         self._writer = LogWriter(settings, client_id="replay")
-        self._status = ServingStatus(config, self._writer)
+        self._coordinator = StatusReporter(config, self._writer, "coordinator", "coordinator")
+        self._worker = StatusReporter(
+            config, self._writer, WORKER, "rollout", incarnation=self._coordinator.incarnation
+        )
 
     def _places(self) -> list[tuple[str, int]]:
         topics = self._topics
@@ -196,11 +144,13 @@ class ReplayServer:
                 self._write_due()
                 if self._next < len(self._recording.admissions):  # while the trainer trains
                     self._recording.records(self._recording.admissions[self._next])
-                self._status.beat(self._told(), self._state.newest, self._pending())
+                if self._coordinator.due:
+                    self._report("ready", self._progress())
+                    self._writer.poll()
                 outcome = "stopped; started again it goes on" if stop.is_set() else self._ended()
             state = "stopped"
         finally:
-            self._status.end(state, outcome or "ended by an error")
+            self._report(state, outcome or "ended by an error")
             self._transactions.close()
             self._reader.close()
             self._writer.close()
@@ -263,7 +213,7 @@ class ReplayServer:
                 self._heard_at = time.monotonic()
                 self._state.commit(step)
                 if step.kind == "step":
-                    log.info("version %d: %s", step.version_out, self._told())
+                    log.info("version %d: %s", step.version_out, self._progress())
             case Admission() as admission:
                 self._found(admission, message)
             case Trajectory() as trajectory:
@@ -374,15 +324,32 @@ class ReplayServer:
             return POLL_SECONDS
         return min(POLL_SECONDS, max(0.0, self._due[0][0] - time.monotonic()))
 
-    def _pending(self) -> dict[str, int]:
-        """Trajectories that are to be written, and their attempts."""
-        return {
-            record.trajectory_id: record.attempt
-            for *_, record in self._due
-            if isinstance(record, Trajectory)
-        }
+    def _report(self, state: ProcessState, message: str) -> None:
+        """Statuses as of a coordinator, and of one worker that holds what is still to come."""
+        version = self._state.newest
+        running: tuple[str, ...] = ()
+        if state == "ready":
+            attempts = {
+                record.trajectory_id: record.attempt
+                for *_, record in self._due
+                if isinstance(record, Trajectory)
+            }
+            running = tuple(
+                holding(*each) for each in itertools.islice(attempts.items(), _RUNNING_SHOWN)
+            )
+        self._coordinator.send(self._coordinator.status(state, message, version=version))
+        self._worker.send(
+            self._worker.status(
+                state,
+                message,
+                version=version,
+                versions=(version,) if version >= 0 else (),
+                capacity=self._config.rollout.capacity,
+                running=running,
+            )
+        )
 
-    def _told(self) -> str:
+    def _progress(self) -> str:
         done = f"{self._next} of {len(self._recording.admissions)} groups"
         return f"serves what run {self._recording.source} recorded: {done}"
 

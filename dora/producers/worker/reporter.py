@@ -1,13 +1,6 @@
-"""What a rollout worker says of itself: statuses, metrics, dead letters.
-
-Invariant: a status is sent only after everything that was written before it is acknowledged by
-Kafka, so what a worker no longer names as running is safe in the log.
-"""
+"""What a rollout worker reports: statuses with metrics, and dead letters."""
 
 import logging
-import os
-import socket
-import uuid
 from collections.abc import Callable, Iterable
 
 from dora.bus.reader import Message
@@ -15,17 +8,18 @@ from dora.bus.topics import RunTopics
 from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.log.dead_letters import dead_letter
-from dora.schemas.records import ProcessState, Status
+from dora.log.status_reporter import StatusReporter
+from dora.schemas.records import ProcessState
 from dora.telemetry.meter import meter
 
 log = logging.getLogger(__name__)
 
-UNSENT = ("loading", "stopped", "failed")
+FLUSHED_STATES = ("loading", "stopped", "failed")
 """States after which nothing else is sent for a while, or ever."""
 
 
 class Reporter:
-    """Speaks for the worker `name`; `clock` is in seconds, `now_ms` Unix time in milliseconds."""
+    """Reports for the worker `name`; `clock` is in seconds, `now_ms` Unix time in milliseconds."""
 
     def __init__(
         self,
@@ -35,11 +29,11 @@ class Reporter:
         clock: Callable[[], float],
         now_ms: Callable[[], int],
     ) -> None:
-        self.incarnation = uuid.uuid4().hex
+        self._statuses = StatusReporter(config, writer, name, "rollout", clock=clock, now_ms=now_ms)
+        self.incarnation = self._statuses.incarnation
         self.state: ProcessState = "starting"
         self.message = ""
         self.metrics: dict[str, float] = {"tokens_total": 0.0, "trajectories_total": 0.0}
-        self.sent_at = float("-inf")
         self._config = config
         self._writer = writer
         self._name = name
@@ -50,7 +44,12 @@ class Reporter:
         self._rate_tokens = 0.0
         self._commanded_at = clock()
 
-    def commanded(self) -> None:
+    @property
+    def due(self) -> bool:
+        """Whether it is time for a heartbeat."""
+        return self._statuses.due
+
+    def on_command(self) -> None:
         """A command of the coordinator was read."""
         self._commanded_at = self._clock()
 
@@ -67,29 +66,34 @@ class Reporter:
         running: Iterable[str],
         command_offset: int,
     ) -> None:
-        """Send a status; BusError if Kafka does not take it."""
+        """Send a status; BusError if Kafka does not take it.
+
+        Everything that was written before must be acknowledged: a trajectory that the status no
+        longer names counts as safe in the log.
+        """
         now = self._clock()
         if now - self._rate_at >= 1.0:
             total = self.metrics["tokens_total"]
             self.metrics["tokens_per_second"] = (total - self._rate_tokens) / (now - self._rate_at)
             self._rate_at, self._rate_tokens = now, total
         running = tuple(running)
-        status = Status(
-            run=self._config.run.name, process=self._name, role="rollout",
-            incarnation=self.incarnation, state=self.state, created_ms=self._now_ms(),
-            message=self._said(idle=not running), version=-1 if version is None else version,
-            versions=versions, capacity=self._config.rollout.capacity, loading=loading,
-            running=running, command_offset=command_offset,
-            metrics={**self.metrics, **meter().said},
-            host=socket.gethostname(), pid=os.getpid(),
-        )  # fmt: skip
-        meter().heard(status)
-        self._writer.send(self._topics.workers, status, key=self._name)
-        if self.state in UNSENT:
+        self._statuses.send(
+            self._statuses.status(
+                self.state,
+                self._message_to_send(idle=not running),
+                version=-1 if version is None else version,
+                metrics=self.metrics,
+                versions=versions,
+                capacity=self._config.rollout.capacity,
+                loading=loading,
+                running=running,
+                command_offset=command_offset,
+            )
+        )
+        if self.state in FLUSHED_STATES:
             self._writer.flush(self._config.kafka.request_timeout_seconds)
-        self.sent_at = now
 
-    def _said(self, *, idle: bool) -> str:
+    def _message_to_send(self, *, idle: bool) -> str:
         """The message, with how long an idle worker has been waiting for its coordinator where that
         is longer than a process may be silent."""
         waited = self._clock() - self._commanded_at

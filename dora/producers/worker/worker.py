@@ -109,7 +109,7 @@ class Worker:
                 )
         elif isinstance(value, Command) and value.worker == self.name:
             self._command_offset = message.offset
-            self._reporter.commanded()
+            self._reporter.on_command()
             if value.incarnation == self._reporter.incarnation:
                 self._carry_out(value, message)
 
@@ -167,7 +167,7 @@ class Worker:
     @property
     def report_due(self) -> bool:
         """Whether it is time for a heartbeat."""
-        return self._clock() - self._reporter.sent_at >= self._config.rollout.heartbeat_seconds
+        return self._reporter.due
 
     def report(self) -> None:
         """A heartbeat: hand back what stalls, confirm what was written, say what is in hand."""

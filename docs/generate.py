@@ -60,20 +60,19 @@ def filled(page: str, source: str, text: str) -> str:
 INTRODUCTION = """\
 # Configuration
 
-Made from the docstrings in `dora/config/` by `make docs`;
-change it there.
+Made from the docstrings in `dora/config/` by `make docs`: change them there.
 
-A run is described by one TOML file. Its values can be overridden, each of these by the next:
+A run is described by one TOML file. These override its values, each one the ones before it:
 
 1. environment variables: `DORA_<SECTION>__<KEY>`, such as `DORA_TRAINER__STEPS=40` or
    `DORA_TRAINER__LOSS__KIND=gspo`; in names of Kafka properties `_` stands for `.`
    (`DORA_KAFKA__PROPERTIES__SASL_PASSWORD`);
-2. `--set section.key=value`, as often as you like; the value is read as TOML, or else as text;
+2. `--set section.key=value`, any number of times; the value is read as TOML, or else as text;
 3. `-b HOST:PORT`, `--kafka-config FILE` and `-X key=value` for the section `kafka`.
 
-Unknown keys, wrong types and impossible combinations are refused, all of them at once, with exit
-code 2. Values of `kafka.properties` never appear in messages. Paths are relative to the working
-directory, those of data sets and hooks to the configuration file.
+Unknown keys, wrong types and impossible combinations are refused with exit code 2, with all
+problems listed. Values of `kafka.properties` never appear in messages. Paths are relative to the
+working directory, those of data sets and hooks to the configuration file.
 """
 
 
@@ -267,14 +266,14 @@ TOPICS: dict[str, tuple[tuple[str, ...], str]] = {
         "Finished trajectories with their rewards. The first readable record of a trajectory, by "
         "offset, with its group's version counts.",
     ),
-    "handovers": (("chunk",), "What trajectories had that move to another worker, for an hour."),
+    "handovers": (("chunk",), "Tokens of trajectories that move to another worker, for an hour."),
     "policies": (("policy",), "Policy versions: where weights are, their checksums, their canary."),
     "steps": (
         ("run_started", "step"),
         "The ledger: one record for the run, then one for each committed step. What is in none of "
         "them did not happen.",
     ),
-    "workers": (("status",), "How every process is, each heartbeat."),
+    "workers": (("status",), "Status of every process, at each heartbeat."),
     "dead-letters": (("dead_letter",), "What could not be read, generated or scored, and why."),
 }
 """The records of each topic, and what it is for."""
@@ -287,7 +286,7 @@ KEYS = {
     "policy": "The version, so that compaction keeps one record of each.",
     "run_started": "Name of the run.",
     "step": "Name of the run.",
-    "status": "Name of the process, so that compaction keeps its last word.",
+    "status": "Name of the process, so that compaction keeps its last status.",
     "dead_letter": "Id of the trajectory, or else the code or the process.",
 }
 ASYNCAPI_ROLES = ("coordinator", "rollout", "trainer")

@@ -115,7 +115,7 @@ ROLES: dict[str, Role] = {
                 Need("Write", "TransactionalId", ("coordinator",), "fences an older coordinator"),
                 _SHAPE,
                 _topics("Write", "dispatch", "admits groups and commands workers"),
-                _topics("Write", "workers", "says how it is"),
+                _topics("Write", "workers", "reports its status"),
                 _topics("Write", "trajectories", "gives up what failed too often"),
                 _topics(
                     "Read",
@@ -132,9 +132,9 @@ ROLES: dict[str, Role] = {
                 _SHAPE,
                 _topics("Read", "dispatch policies", "takes commands and versions"),
                 _topics("Read", "steps", "checks that its configuration is the run's"),
-                _topics("Read", "workers", "checks that nobody else has its name"),
+                _topics("Read", "workers", "checks that no other worker has its name"),
                 _topics("Write", "chunks trajectories handovers", "writes what it generates"),
-                _topics("Write", "workers", "says how it is"),
+                _topics("Write", "workers", "reports its status"),
                 _topics("Write", "dead-letters", "sets aside what it cannot read or score"),
             ),
         ),
@@ -149,7 +149,7 @@ ROLES: dict[str, Role] = {
                 _topics("Read", "dispatch trajectories", "takes what it trains on"),
                 _topics("Read", "workers", "keeps the weights that are in use"),
                 _topics("Write", "steps policies", "commits steps and announces versions"),
-                _topics("Write", "workers", "says how it is"),
+                _topics("Write", "workers", "reports its status"),
                 _topics("Write", "dead-letters", "sets aside what it cannot read"),
             ),
         ),
@@ -185,9 +185,13 @@ ROLES: dict[str, Role] = {
             "replay",
             "dora replay SOURCE --serve --as RUN, on RUN (creator too; on SOURCE a reader)",
             (
-                Need("Write", "TransactionalId", ("coordinator",), "is the one that serves"),
+                Need(
+                    "Write", "TransactionalId", ("coordinator",), "fences another serving process"
+                ),
                 _SHAPE,
-                _topics("Read", "steps dispatch trajectories chunks workers", "goes on"),
+                _topics(
+                    "Read", "steps dispatch trajectories chunks workers", "goes on where it ended"
+                ),
                 _topics("Write", "dispatch trajectories chunks workers", "serves the recording"),
             ),
         ),

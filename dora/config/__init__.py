@@ -1,8 +1,8 @@
 """The configuration of a run: one TOML file, every key typed, documented and checked.
 
-Invariant: a `Config` that exists is possible. Whatever contradicts itself is refused while it is
-read, before any process starts, with the name of the key. The docstring under each field is its
-documentation (`docs/configuration.md` is generated from them).
+Contradictions are refused while the file is read, before any process starts, with the name of the
+key. The docstring under each field is its documentation: `make docs` makes `docs/configuration.md`
+of them.
 """
 
 import re
@@ -45,10 +45,10 @@ class RunSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seeds the prompt stream, the sampling and the trainer."""
     max_restarts: Annotated[int, Field(ge=0)] = 20
-    """How often `dora run` restarts parts that died before it gives up."""
+    """Restarts of processes that died, in all, before `dora run` gives up."""
     accept_changed: tuple[str, ...] = ()
-    """Inputs of the run (`task.path`, `task.verifier`, `policy.tokenizer` ...) that may hold
-    something else than the ledger recorded: it records them anew. Meant for `--accept-changed`."""
+    """Inputs of the run (`task.path`, `task.verifier`, `policy.tokenizer` ...) that may differ from
+    those in the ledger, which then records the new ones. Set by `--accept-changed`."""
 
 
 class KafkaSection(Section):

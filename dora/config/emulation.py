@@ -1,7 +1,6 @@
 """The sections of the configuration for emulated devices: a latency model in place of accelerators.
 
-Invariant: all times are seconds of the emulated device; `time_scale` alone says how long they take
-here.
+All times are seconds of the emulated device; `time_scale` says how long they take here.
 """
 
 from pathlib import Path
@@ -41,7 +40,7 @@ class EmulatedSection(Section):
     the configuration file."""
     length_prompt_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """lognormal: share of the logarithm's variance that belongs to the prompt: trajectories of one
-    group resemble one another, and a prompt that comes again has similar lengths again."""
+    group resemble one another, and a repeated prompt has similar lengths again."""
     speeds: tuple[Annotated[float, Field(gt=0)], ...] = ()
     """Relative speeds of the workers, by the number at the end of their names, repeated in turn;
     without it all have speed 1."""
@@ -62,7 +61,7 @@ class EmulatedTrainerSection(Section):
     rollout.emulated.time_scale."""
 
     step_seconds: NotNegative = 1.0
-    """Time of one training step, whatever is in it."""
+    """Fixed time of one training step."""
     seconds_per_token: NotNegative = 0.0
     """What each trained token adds."""
     publish_seconds: NotNegative = 0.0

@@ -1,8 +1,8 @@
 """Reading a configuration: TOML file, then environment, then the command line.
 
-Invariant: what `load_config` returns was checked as a whole, and what it refuses it refuses at
-once: every problem is listed with its key, where it was set and what was expected. Values under
-`kafka.properties` and `kafka.registry.properties` may be secrets and never appear in a message.
+A refusal lists all problems at once, each with its key, where it was set and what was expected.
+Values under `kafka.properties` and `kafka.registry.properties` may be secrets and never appear in
+a message.
 """
 
 import difflib

@@ -1,8 +1,7 @@
-"""The sections of the configuration about being watched: metrics, trackers, traces, lineage.
+"""The sections of the configuration for metrics, trackers, traces and lineage.
 
-Invariant: none of this changes what a run does or what it is: all of it may differ between two
-starts of the same run. Nothing is served or sent unless it is asked for; TensorBoard files in the
-run's directory are always written.
+They are no part of a run's identity and may differ between two starts of it. Nothing is served or
+sent unless it is configured; TensorBoard files in the run's directory are always written.
 """
 
 from typing import Annotated
@@ -17,9 +16,9 @@ class MetricsSection(Section):
 
     port: Annotated[int, Field(ge=0, le=65_535)] = 0
     """First port of the processes' Prometheus endpoints (`/metrics`, and `/health` and `/ready`
-    for Kubernetes); 0 is none. Where several processes share a machine each takes the next port
-    that is free, says which in its log and as `metrics_port` in its status, and names it in a file
-    for Prometheus (file_sd_configs) in `.prometheus` below run.directory."""
+    for Kubernetes); 0 is none. Where several processes share a machine each takes the next free
+    port, reports it in its log and as `metrics_port` in its status, and writes it to a file for
+    Prometheus (file_sd_configs) in `.prometheus` below run.directory."""
     address: str = "127.0.0.1"
     """Address that the endpoints listen on; `0.0.0.0` for all of the machine's."""
     wandb: bool = False

@@ -1,6 +1,6 @@
 """The section `kafka.registry`: a schema registry that names the schemas of the run's records.
 
-Invariant: a URL that was accepted holds no credentials, so it may be shown.
+A URL with credentials in it is refused, so the URL may be shown.
 """
 
 from urllib.parse import urlsplit
@@ -17,10 +17,10 @@ class RegistrySection(Section):
     """Root of the API, `http://` or `https://`; several, separated by commas, are tried in turn."""
     properties: dict[str, SecretStr] = {}
     """Properties of confluent-kafka's registry client: `basic.auth.user.info` (`user:password`),
-    `ssl.ca.location`, `ssl.certificate.location`, `bearer.auth.token` and their kin."""
+    `ssl.ca.location`, `ssl.certificate.location`, `bearer.auth.token` and similar."""
     register_schemas: bool = True
-    """Register schemas that are missing and set their compatibility; false where someone else has
-    done so: then they are looked up, and a missing one is refused."""
+    """Register missing schemas and set their compatibility. With false they must be registered
+    already: they are looked up, and a missing one is refused."""
 
     @field_validator("url")
     @classmethod

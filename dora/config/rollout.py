@@ -1,6 +1,6 @@
 """The section `[rollout]`: workers, their engine, and the distribution they sample from.
 
-Invariant: a worker that lives is heard several times before it could be taken for lost.
+A heartbeat must be several times shorter than the time after which a silent worker counts as lost.
 """
 
 from typing import Annotated, Any, Literal
@@ -16,7 +16,7 @@ class RolloutSection(Section):
 
     workers: Positive = 1
     """Workers that `dora run` starts on this machine, each in a process of its own unless
-    workers_per_process says otherwise."""
+    workers_per_process is larger than 1."""
     workers_per_process: Positive = 1
     """emulated: workers that share a process, so that many fit on one machine."""
     engine: Literal["vllm", "emulated"] = "vllm"
@@ -54,9 +54,9 @@ class RolloutSection(Section):
     engine_options: dict[str, Any] = {}
     """Further arguments of vLLM's EngineArgs, passed through."""
     heartbeat_seconds: Seconds = 1.0
-    """How often a worker reports that it lives."""
+    """Seconds between a worker's heartbeats."""
     heartbeat_timeout_seconds: Seconds = 30.0
-    """A worker silent for longer is given up, and others go on with its trajectories."""
+    """A worker that is silent for longer is given up, and others go on with its trajectories."""
     load_timeout_seconds: Seconds = 900.0
     """The same for a worker that starts its engine or loads weights."""
     stall_timeout_seconds: Seconds = 300.0

@@ -1,7 +1,7 @@
-"""The section of the configuration that says what is generated when, and by whom.
+"""The section `[schedule]`: what is generated when, and by which worker.
 
-Invariant: a schedule that exists fits its window: `sync` has no staleness and `one-step-off` has
-exactly one step of it.
+A schedule that does not fit its window is refused: `sync` needs a staleness of 0, `one-step-off`
+of 1.
 """
 
 from typing import Annotated, Literal
@@ -29,11 +29,11 @@ class ScheduleSection(Section):
     """Seconds between periodic checks of the balance, besides those after each step and under
     memory pressure; 0 is never."""
     memory_threshold: Annotated[float, Field(gt=0, le=1)] = 0.95
-    """Share of a worker's key-value cache in use from which on trajectories move elsewhere."""
+    """Share of a worker's key-value cache in use above which trajectories move to other workers."""
     fill_older: bool = False
     """Let new groups start under an older live version where its last worker has idle slots, as far
     as the window allows. For `dora` with full weights; with `window.tokens_per_step` nothing is
-    filled. Groups get older by it, and those of old versions finish later."""
+    filled. Groups are then older when trained, and those of old versions finish later."""
     longest_first: bool = False
-    """Start groups first whose prompts had long responses before. Needs prompts that come again,
-    and the task's data on the coordinator's machine."""
+    """Start groups first whose prompts had long responses before. Needs prompts that repeat, and
+    the task's data on the coordinator's machine."""

@@ -1,7 +1,4 @@
-"""What all sections of the configuration are made of.
-
-Invariant: a section's values are checked when it is made, and never change.
-"""
+"""Base class and types of the configuration's sections."""
 
 from typing import Annotated
 

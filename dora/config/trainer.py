@@ -1,7 +1,4 @@
-"""The sections of the configuration that shape the training.
-
-Invariant: a section's values are checked when it is made, and never change.
-"""
+"""The sections of the configuration that shape the training."""
 
 from typing import Annotated, Any, Literal
 
@@ -91,7 +88,7 @@ class TrainerSection(Section):
     deepspeed: dict[str, Any] = {}
     """DeepSpeed configuration, merged over what dora sets (`zero_optimization.stage` and so on)."""
     batch_timeout_seconds: Seconds = 1800.0
-    """How long to wait for an admissible batch before the trainer stops and says what it lacks."""
+    """How long the trainer waits for an admissible batch. Then it ends and says what is missing."""
     ranks: Positive = 1
     """Trainer processes on this machine that share each step, started by DeepSpeed's launcher. For
     several machines start `dora train` with a launcher that sets RANK and WORLD_SIZE."""
@@ -116,10 +113,10 @@ class RecoverySection(Section):
 
     on_mismatch: Literal["stop", "accept"] = "stop"
     """When redone weights differ from the announced ones by more than is allowed: stop, or go on
-    with the redone weights and report by how much they differ. Allowed is nothing where
-    trainer.deterministic is set, and recovery.tolerance otherwise."""
+    with the redone weights and report the difference. With trainer.deterministic no difference is
+    allowed, otherwise recovery.tolerance."""
     tolerance: Annotated[float, Field(ge=0)] = 1e-2
-    """Largest difference, relative to the largest weight of a tensor, where the trainer is not
+    """Largest difference, relative to the largest weight of a tensor, if the trainer is not
     deterministic."""
 
 

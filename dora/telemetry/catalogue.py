@@ -75,7 +75,7 @@ _PROCESS = (
         "count as one worker.", label="state", values=STATES,
     ),
     _gauge("process", "dora_process_heartbeat_age_seconds",
-           "Time since the process last reported that it lives."),
+           "Time since the process last sent a heartbeat."),
     _gauge("process", "dora_process_late", "Workers of the process (or itself) silent for longer "
            "than the run allows: rollout.heartbeat_timeout_seconds, or, while starting or "
            "loading, rollout.load_timeout_seconds. Then /health answers 503."),
@@ -83,7 +83,7 @@ _PROCESS = (
            "knows or hosts; -1 is none.", status="version", largest=True),
     _counter("process", "dora_process_dead_letters_total", "Records that could not be read, "
              "generated or scored.", label="code", values=DEAD_LETTERS),
-    _counter("process", "dora_process_spans_total", "Trace spans handed to the exporter."),
+    _counter("process", "dora_process_spans_total", "Trace spans given to the exporter."),
     _counter("process", "dora_process_spans_dropped_total",
              "Trace spans dropped because the receiver was away or too slow."),
 )  # fmt: skip
@@ -170,7 +170,7 @@ _WORKER = (
            status="tokens_per_second"),
     _counter("rollout", "dora_worker_trajectories_total", "Trajectories written.",
              label="finish_reason", values=get_args(FinishReason)),
-    _gauge("rollout", "dora_worker_running_trajectories", "Trajectories in hand.",
+    _gauge("rollout", "dora_worker_running_trajectories", "Trajectories inflight.",
            status="running"),
     _gauge("rollout", "dora_worker_capacity_trajectories", "rollout.capacity of all workers of "
            "the process.", status="capacity"),
@@ -213,11 +213,12 @@ _COORDINATOR = (
              "Tokens saved by takeovers.", status="resumed_tokens_total"),
     _counter("coordinator", "dora_coordinator_commit_failures_total",
              "Transactions that Kafka refused; nothing of them took effect."),
-    _gauge("coordinator", "dora_coordinator_workers", "Workers by their last word; `silent` are "
-           "those not heard for as long as the run allows.", label="state",
+    _gauge("coordinator", "dora_coordinator_workers", "Workers by the state of their "
+           "last status; `silent` are those without a status for longer than the run allows.",
+           label="state",
            values=(*STATES, "silent")),
     _gauge("coordinator", "dora_coordinator_worker_silence_seconds",
-           "Longest time since a worker that should live was heard."),
+           "Longest time since the last status of a worker that should be alive."),
     _gauge("coordinator", "dora_coordinator_unplaced_trajectories",
            "Started trajectories that no worker generates.", status="unplaced"),
     _gauge("coordinator", "dora_coordinator_scanning_trajectories",

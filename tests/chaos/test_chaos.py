@@ -2,14 +2,9 @@
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.chaos.campaign import Campaign
 from tests.chaos.profiles import PROFILES
@@ -43,37 +38,3 @@ def processes_of(directory: Path) -> list[str]:
         except psutil.Error:
             continue  # it is gone
     return found
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_runs_on_when_a_chaos_run_is_interrupted(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    directory = tmp_path / "run"
-    command = [sys.executable, "-m", "tests.chaos", "--directory", str(directory), "--faults=5"]
-    chaos = subprocess.Popen(
-        [*command, f"--report={tmp_path / 'report.json'}"],
-        cwd=Path(__file__).parents[2],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        # harness, nursery, broker, and what the nursery has started
-        await_count(directory, 3 + len(PROFILES["emulated"].workers) + 2, chaos)
-        chaos.send_signal(number)
-        code = chaos.wait(SECONDS)
-        assert code == (130 if number == signal.SIGINT else -signal.SIGKILL)
-        await_count(directory, 0, chaos)
-    finally:
-        chaos.kill()
-        chaos.wait()
-
-
-def await_count(directory: Path, count: int, chaos: "subprocess.Popen[bytes]") -> None:
-    """Wait until `count` processes or more belong to the directory; for 0, until none does."""
-    deadline = time.monotonic() + SECONDS
-    while len(found := processes_of(directory)) < count or (found and count == 0):
-        assert time.monotonic() < deadline, found
-        assert count == 0 or chaos.poll() is None, "the chaos run has ended"
-        time.sleep(0.1)

@@ -5,21 +5,17 @@ Kafka itself can show these properties.
 """
 
 import contextlib
-import os
 import random
-import signal
 import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from dora.broker.local import start_broker, stop_broker
 from dora.bus import (
     BEGINNING,
     END,
@@ -632,33 +628,3 @@ def test_read_to_end_gives_up_at_its_deadline_and_says_how_far_it_came(
     reader.assign({(topic, 0): 0})
     with pytest.raises(DeadlineError, match="of 2000 in 0 s"):
         list(reader.read_to_end(0.0))
-
-
-def test_a_broker_that_crashes_and_comes_back_is_ridden_out(tmp_path: Path) -> None:
-    directory = tmp_path / "broker"
-    broker = start_broker(directory)
-    try:
-        settings = ClusterSettings(broker.bootstrap_servers, request_timeout=120.0)
-        TopicAdmin(settings).create([TopicSpec("t", 1, {})])
-        with (
-            LogWriter(settings, client_id="w") as writer,
-            LogReader(settings, client_id="r") as reader,
-            TransactionalWriter(settings, "t.tx", client_id="tx", transaction_timeout=60.0) as tx,
-        ):
-            reader.assign({("t", 0): BEGINNING})
-            write(writer, "t", range(10))
-            assert poll_until(reader, 10) == list(range(10))
-            os.kill(broker.pid, signal.SIGKILL)
-            away, sent = time.monotonic(), 10
-            while time.monotonic() - away < 12.0:
-                writer.send("t", admission(sent), partition=0)
-                writer.poll()
-                sent += 1
-                assert reader.poll(timeout=0.5) == []
-            start_broker(directory)
-            writer.flush(60.0)
-            with tx.transaction() as block:
-                block.send("t", admission(sent), partition=0)
-            assert poll_until(reader, sent - 9) == list(range(10, sent + 1))
-    finally:
-        stop_broker(directory, force=True)

@@ -61,6 +61,7 @@ def test_a_broker_killed_in_the_middle_of_a_commit_loses_and_doubles_nothing(own
     while the trainer stands still. Whether the trainer's commit then succeeds or its transaction is
     over, the ledger holds each step once."""
     run = own.run
+    run.emulate_training()
     run.make_topics(own.settings)
     world = World(own.settings, run.name, run.model, run.directory / "runs")
     fault = {"DORA_FAULT": "trainer.inside_transaction:freeze:2"}

@@ -123,10 +123,12 @@ EMULATED = {
     "rollout__heartbeat_seconds": 0.5,
     "rollout__heartbeat_timeout_seconds": 4,
     "rollout__emulated": "{time_scale=0.2, length_mean=24, load_seconds=0.2}",
+    "trainer__engine": "emulated",
+    "trainer__emulated": "{step_seconds=0.5}",
 }
 
 
-def test_a_run_with_vllm_ends_with_a_summary_a_clean_audit_and_can_be_continued(
+def test_a_run_with_vllm_ends_with_a_summary_and_a_clean_audit(
     workspace: Workspace,
 ) -> None:
     settings = {**SMALL, "rollout__workers": 1}
@@ -143,14 +145,8 @@ def test_a_run_with_vllm_ends_with_a_summary_a_clean_audit_and_can_be_continued(
     assert summary["max_staleness"] <= 1
     assert summary["logprob_mismatch_mean"] < 1e-4
     assert str(Path("runs") / workspace.run / "summary.json") in output
-    assert workspace.check_audit()["groups_trained"] == 12
-
-    process = workspace.start(**settings, trainer__steps=5)
-    output = workspace.finish(process)
-    assert process.returncode == 0, output + workspace.logs()
-    assert workspace.summary()["steps"] == 5
     audit = workspace.check_audit()
-    assert (audit["steps"], audit["groups_trained"], audit["groups_outstanding"]) == (5, 20, 0)
+    assert (audit["steps"], audit["groups_trained"], audit["groups_outstanding"]) == (3, 12, 0)
 
 
 def steps_done(workspace: Workspace) -> int:

@@ -1,18 +1,15 @@
 """The trainer on a real Kafka with real DeepSpeed; a thread plays coordinator and workers."""
 
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
 
-from dora.consumers.trainer.trainer import Trainer
-from dora.errors import DeadlineError, FencedError, RunError
-from dora.schemas.records import DeadLetter, Policy, RunStarted
+from dora.errors import DeadlineError
+from dora.schemas.records import Policy, RunStarted
 from dora.weights.store import WeightStore
 from dora.weights.tensors import read_tensors, weights_checksum
-from tests.training_world import B, K, World, fed, model, world
-from tests.waiting import until
+from tests.training_world import K, World, fed, model, world
 
 __all__ = ["model", "world"]
 
@@ -67,37 +64,6 @@ def test_steps_without_a_checkpoint_are_redone_bit_identically_and_orphans_remov
     assert world.steps()[3].weights_checksum == expected
 
 
-def test_a_redo_that_gives_other_weights_stops_the_trainer(world: World) -> None:
-    with fed(world):
-        world.train(world.config(steps=2, optimizer={"learning_rate": 1e-3, "schedule": "linear"}))
-        shutil.rmtree(world.directory / world.name / "checkpoints")
-        changed = world.config(steps=9, optimizer={"learning_rate": 1e-3, "schedule": "linear"})
-        with pytest.raises(RunError, match=r"redoing step 1 -> 2(.|\n)*trainer\.steps"):
-            world.train(changed)
-    assert len(world.steps()) == 2
-
-
-def test_a_second_trainer_fences_the_first_which_commits_nothing_more(world: World) -> None:
-    with fed(world, most=0):
-        first = Trainer(world.config(), world.settings)
-        raised: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                first.run(threading.Event())
-            except FencedError as error:
-                raised.append(error)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        until(lambda: bool(world.read(world.topics.policies)), "a version", 60)
-        Trainer(world.config(), world.settings)
-        with fed(world, most=B):
-            thread.join(60.0)
-        assert not thread.is_alive() and len(raised) == 1
-    assert world.steps() == []
-
-
 def test_groups_that_fail_or_give_no_signal_are_set_aside_and_do_not_jam_the_window(
     world: World,
 ) -> None:
@@ -113,39 +79,6 @@ def test_groups_that_fail_or_give_no_signal_are_set_aside_and_do_not_jam_the_win
     assert [ref.reason for ref in aside] == ["verifier timed out"] * 4 + ["no_signal"] * 4
     assert [ref.group_id for ref in world.steps()[-1].trained] == ["g8", "g9"]
     assert world.steps()[0].kind == "set_aside"
-
-
-def test_an_unreadable_trajectory_becomes_a_dead_letter_and_training_goes_on(world: World) -> None:
-    from confluent_kafka import Producer
-
-    with fed(world, most=0):
-        producer = Producer({"bootstrap.servers": world.settings.bootstrap_servers})
-        trainer = Trainer(world.config(steps=1), world.settings)
-        stop = threading.Event()
-        thread = threading.Thread(target=trainer.run, args=(stop,), daemon=True)
-        thread.start()
-        until(lambda: bool(world.read(world.topics.policies)), "a version", 60)
-        producer.produce(world.topics.trajectories, b"rubbish", partition=0)
-        producer.flush(10.0)
-        with fed(world):
-            thread.join(60.0)
-        assert not thread.is_alive()
-    (letter,) = world.read(world.topics.dead_letters)
-    assert isinstance(letter, DeadLetter)
-    assert (letter.topic, letter.partition, letter.payload) == (
-        world.topics.trajectories,
-        0,
-        b"rubbish",
-    )
-    assert len(world.steps()) == 1
-
-
-def test_another_configuration_or_recreated_topics_cannot_continue_a_run(world: World) -> None:
-    with fed(world):
-        world.train(world.config(steps=1))
-    with pytest.raises(RunError, match=r"trainer\.loss\.clip_low: recorded 0\.2, given 0\.1"):
-        world.train(world.config(steps=2, loss={"clip_low": 0.1}))
-    assert len(world.steps()) == 1
 
 
 def test_a_batch_that_does_not_come_ends_in_a_message_that_says_what_is_missing(

@@ -18,13 +18,13 @@ from dora.schemas.records import (
     Trajectory,
 )
 from tests import factories
-from tests.factories import policy
+from tests.factories import RING, G, policy
 
-K, B, G, RING, LANES = 1, 2, 2, 3, 2
+LANES = 2
 
 
 def admission(ordinal: int, version: int, size: int = G) -> Admission:
-    return Admission("r", ring.train_group_id(ordinal), ordinal, version, size, "train", 0)
+    return factories.admission(ordinal, version, group_size=size, created_ms=0)
 
 
 def trajectory(group: Admission, sample: int, attempt: int = 0) -> Trajectory:
@@ -172,16 +172,13 @@ class Log:
 
 
 def step(sequence: int, *trained: GroupRef, aside: tuple[GroupRef, ...] = ()) -> Step:
-    return Step(
-        "r", "step", sequence, sequence, sequence + 1, trained, aside, {}, f"sum{sequence + 1}",
-        None, "t", 0,
-    )  # fmt: skip
+    return factories.step(sequence, sequence, trained, aside=aside)
 
 
 def live_log() -> Log:
     """A run after two steps, of which the audit finds nothing: g4 and g5 are outstanding."""
     log = Log(policies=[policy(0)])
-    log.ledger = [RunStarted("r", "id", "0", "{}", K, B, G, RING, LANES, "c", {}, 0)]
+    log.ledger = [factories.run_started(identity="{}", lanes=LANES)]
     refs = [log.group(admission(ordinal, 0)) for ordinal in range(4)]
     log.group(admission(4, 1))
     log.group(admission(5, 1))

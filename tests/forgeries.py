@@ -9,7 +9,8 @@ from dataclasses import replace
 from dora.core import ring
 from dora.core.audit.report import Finding, Kind, Place
 from dora.schemas.records import Admission, GroupRef, VersionRun, pack_logprobs, pack_tokens
-from tests.damaged_log import LANES, RING, K, Log, admission, chunk, policy, step, trajectory
+from tests.damaged_log import LANES, Log, admission, chunk, step, trajectory
+from tests.factories import RING, K, policy
 
 Expected = tuple[Kind, tuple[str, ...], tuple[Place, ...]]
 """Kind, ids and places of a finding."""

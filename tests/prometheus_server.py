@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -11,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from dora.broker.process import free_port
+from tests import needs
 from tests.services import await_answer, ended, started
 
 OPS = Path(__file__).resolve().parents[1] / "ops"
@@ -29,11 +28,8 @@ _COMPARISON = re.compile(r"\s*(?:>=|<=|==|>|<)\s*[\d.]+\s*$")
 
 
 def tool(name: str) -> str:
-    """Path of a program of Prometheus; fails the test, saying what to install, without it."""
-    found = shutil.which(name)
-    if found is None:
-        pytest.fail(f"{name} is not on the PATH: {INSTALL}")
-    return found
+    """Path of a program of Prometheus."""
+    return needs.program(name, install=INSTALL)
 
 
 def dashboard_queries() -> list[str]:

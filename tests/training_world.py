@@ -28,13 +28,10 @@ from dora.schemas.records import (
     Admission,
     Record,
     RunStarted,
-    Sampling,
     Step,
     Trajectory,
-    VersionRun,
-    pack_logprobs,
-    pack_tokens,
 )
+from tests import factories
 from tests.integration.test_learner import VOCABULARY, make_model
 
 K, B, G = 1, 2, 2
@@ -146,35 +143,14 @@ def world(settings: ClusterSettings, run_name: str, model: Path, tmp_path: Path)
 def trajectory(
     run: str, version: int, ordinal: int, sample: int, reward: float | None
 ) -> Trajectory:
+    """One of the tiny model's tokens, which differ from sample to sample."""
     random = np.random.default_rng([ordinal, sample])
-    prompt, generated = 3, int(random.integers(1, 8))
-    group = ring.train_group_id(ordinal)
-    return Trajectory(
-        run=run,
-        trajectory_id=ring.trajectory_id(group, sample),
-        group_id=group,
-        sample=sample,
-        attempt=0,
-        chunks=1,
-        policy_version=version,
-        ordinal=ordinal,
-        purpose="train",
-        token_ids=pack_tokens(random.integers(0, VOCABULARY, prompt + generated)),
-        mask=b"\0" * prompt + b"\1" * generated,
-        logprobs=pack_logprobs([0.0] * prompt + [-3.5] * generated),
-        version_runs=(VersionRun(version, generated),),
-        finish_reason="stop" if reward is not None else "error",
-        reward=reward,
-        reward_parts={},
-        error=None if reward is not None else "verifier timed out",
-        text=None,
-        worker="w",
-        engine="test",
-        sampling=Sampling(1.0, 1.0, 0, 8, ()),
-        started_ms=0,
-        generated_ms=0,
-        created_ms=0,
-    )
+    generated = int(random.integers(1, 8))
+    tokens = random.integers(0, VOCABULARY, 3 + generated)
+    return factories.trajectory(
+        factories.admission(ordinal, version, run), sample,
+        prompt=tokens[:3], tokens=tokens[3:], logprob=-3.5, reward=reward, text=None,
+    )  # fmt: skip
 
 
 class Feeder(threading.Thread):

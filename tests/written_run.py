@@ -17,18 +17,15 @@ from dora.schemas.records import (
     DeadLetter,
     GroupRef,
     Policy,
-    RunStarted,
-    SampleRef,
-    SlotOffset,
     Step,
     Trajectory,
     pack_logprobs,
     pack_tokens,
 )
 from tests import factories
+from tests.factories import RING, B, G, K
+from tests.log_writer import DEADLINE, RunLogWriter
 
-K, B, G, RING = 1, 2, 2, 3
-DEADLINE = 30.0
 STEPS = 3
 TAKEN_OVER = "g1/0"
 """A trajectory whose first worker was lost."""
@@ -135,15 +132,11 @@ def chunks_of(of: Trajectory) -> list[Chunk]:
 def command(group: Admission, sample: int, attempt: int = 0) -> Command:
     """The command to generate it; a second attempt goes on from the first one's tokens."""
     prefix = response(group.ordinal, sample)[: 4 * attempt]
-    return Command(
+    return factories.command(
+        ring.trajectory_id(group.group_id, sample),
+        f"w{attempt}",
         run=group.run,
-        worker=f"w{attempt}",
-        incarnation="i",
-        kind="start",
-        created_ms=at(group) + 100 * attempt,
-        trajectory_id=ring.trajectory_id(group.group_id, sample),
-        group_id=group.group_id,
-        sample=sample,
+        at=at(group) + 100 * attempt,
         attempt=attempt,
         policy_version=group.policy_version,
         ordinal=group.ordinal,
@@ -160,91 +153,68 @@ def admissions(run: str) -> list[Admission]:
 
 
 class RunWriter:
-    """Writes everything and keeps count of the offsets."""
+    """Writes everything."""
 
     def __init__(self, settings: ClusterSettings, run: str, model: str) -> None:
         self._topics = RunTopics(run)
         self._settings = settings
         self._config = config_of(run, settings.bootstrap_servers, model)
-        self._ends: dict[tuple[str, int], int] = {}
-        self._places: dict[str, SampleRef] = {}
         with TopicAdmin(settings) as admin:
             admin.create(topic_plan(self._config))
 
-    def send(self, writer: LogWriter, topic: str, record: object, partition: int = 0) -> int:
-        """Write a record; returns its offset."""
-        offset = self._ends.get((topic, partition), 0)
-        self._ends[topic, partition] = offset + 1
-        key = getattr(record, "trajectory_id", None) or str(getattr(record, "version", "")) or None
-        writer.send(topic, record, key=key, partition=partition)  # type: ignore[arg-type]
-        return offset
-
     def write(self) -> WrittenRun:
         """Everything, version by version."""
-        topics, run = self._topics, self._topics.run
-        config = self._config
+        run, config = self._topics.run, self._config
+        identity, recorded = json.dumps(config.identity()), json.dumps(config.recorded())
         groups = admissions(run)
-        with LogWriter(self._settings, client_id="test") as writer:
-            self.send(writer, topics.steps, RunStarted(
-                run, "id", "0.1.0", json.dumps(config.identity()), K, B, G, RING, 1, "cluster", {},
-                0, json.dumps(config.recorded()),
-            ))  # fmt: skip
+        with RunLogWriter(self._settings, run) as writer:
+            writer.send(factories.run_started(run, identity=identity, config=recorded))
             for version in range(STEPS + 1):
-                self.send(writer, topics.policies, self._policy(version))
+                writer.send(self._policy(writer, version))
                 for group in [g for g in groups if g.policy_version == version]:
-                    self.send(writer, topics.dispatch, group)
-                    self._generate(writer, group)
+                    writer.send(group)
+                    for sample in range(group.group_size):
+                        self._generate(writer, group, sample)
                 if version < STEPS:
-                    self.send(writer, topics.steps, self._step(version, groups))
-            writer.flush(DEADLINE)
-        return WrittenRun(self._settings, topics)
+                    writer.send(self._step(writer, version, groups))
+        return WrittenRun(self._settings, self._topics)
 
-    def _policy(self, version: int) -> Policy:
-        part = ring.slot(version, RING)
-        slots = tuple(
-            SlotOffset(topic, index, self._ends.get((topic, index), 0))
-            for topic, index in (
-                (self._topics.trajectories, part),
-                (self._topics.chunks, part),
-                *((self._topics.dispatch, index) for index in range(9)),
-            )
-        )
-        run = self._topics.run
-        return Policy(run, version, "full", f"file:///w/v{version:08d}-{version:016x}", (),
-                      f"sum{version}", b"", b"", slots, 0)  # fmt: skip
+    def _policy(self, writer: RunLogWriter, version: int) -> Policy:
+        topics, part = self._topics, ring.slot(version, RING)
+        dispatch = [(topics.dispatch, index) for index in range(9)]
+        slots = writer.slots([(topics.trajectories, part), (topics.chunks, part), *dispatch])
+        where = f"file:///w/v{version:08d}-{version:016x}"
+        return factories.policy(version, topics.run, slots, weights_uri=where)
 
-    def _generate(self, writer: LogWriter, group: Admission) -> None:
-        topics, part = self._topics, ring.slot(group.policy_version, RING)
-        for sample in range(group.group_size):
-            identity = ring.trajectory_id(group.group_id, sample)
-            attempts = 1 + (identity == TAKEN_OVER)
-            for attempt in range(attempts):
-                order = command(group, sample, attempt)
-                self.send(writer, topics.dispatch, order, ring.worker_partition(order.worker, 9))
-            record = trajectory(group, sample, attempts - 1)
-            for chunk in chunks_of(record)[: 1 if group.group_id == UNFINISHED else None]:
-                self.send(writer, topics.chunks, chunk, part)
-            if group.group_id != UNFINISHED:
-                offset = self.send(writer, topics.trajectories, record, part)
-                self._places[identity] = SampleRef(sample, record.attempt, part, offset)
+    def _generate(self, writer: RunLogWriter, group: Admission, sample: int) -> None:
+        attempts = 1 + (ring.trajectory_id(group.group_id, sample) == TAKEN_OVER)
+        writer.send(*(command(group, sample, attempt) for attempt in range(attempts)))
+        record = trajectory(group, sample, attempts - 1)
+        if group.group_id == UNFINISHED:
+            writer.send(chunks_of(record)[0])
+        else:
+            writer.send(*chunks_of(record), record)
 
-    def _step(self, version: int, groups: list[Admission]) -> Step:
-        def ref(group: Admission, reason: str | None = None) -> GroupRef:
-            samples = range(group.group_size)
-            refs = [self._places[ring.trajectory_id(group.group_id, s)] for s in samples]
-            return GroupRef(
-                group.group_id, group.ordinal, group.policy_version, tuple(refs), reason
-            )
-
+    def _step(self, writer: RunLogWriter, version: int, groups: list[Admission]) -> Step:
         # g3 is trained one version late
         numbers = {0: ("g0", "g1"), 1: ("g2",), 2: ("g3", "g4", "g5")}[version]
-        trained = tuple(ref(g) for g in groups if g.group_id in numbers)
-        aside = [g for g in groups if g.group_id == SET_ASIDE and version == STEPS - 1]
-        return Step(
-            self._topics.run, "step", version, version, version + 1, trained,
-            tuple(ref(g, "verifier timed out") for g in aside), {}, f"sum{version + 1}", None,
-            "trainer", 0,
-        )  # fmt: skip
+        trained = [g for g in groups if g.group_id in numbers]
+        aside = [
+            factories.group_ref(g, writer.places, "verifier timed out")
+            for g in groups
+            if g.group_id == SET_ASIDE and version == STEPS - 1
+        ]
+        made = factories.step(version, version, trained, writer.places, aside=aside)
+        return replace(made, trained=tuple(map(_second_attempt, made.trained)))
+
+
+def _second_attempt(ref: GroupRef) -> GroupRef:
+    """The trajectory that was taken over is the second attempt at it."""
+    samples = (
+        replace(each, attempt=int(ring.trajectory_id(ref.group_id, each.sample) == TAKEN_OVER))
+        for each in ref.samples
+    )
+    return replace(ref, samples=tuple(samples))
 
 
 def spoil(written: WrittenRun) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -11,15 +12,17 @@ from tests.chaos.profiles import PROFILES
 from tests.chaos.report import summary
 
 FAULTS = 20
-SECONDS = 120.0
+HASTY = replace(PROFILES["emulated"], mix=replace(PROFILES["emulated"].mix, delay=0.5))
+"""The same faults as with `make chaos`, with less rest between them."""
 
 
 def test_nothing_is_lost_whatever_is_killed_or_frozen(tmp_path: Path) -> None:
-    findings = Campaign(tmp_path / "run", PROFILES["emulated"], seed=0, faults=FAULTS).run()
+    findings = Campaign(tmp_path / "run", HASTY, seed=0, faults=FAULTS).run()
     report = findings.to_json()
     told = "\n".join(summary(report))
     assert findings.passed, f"{told}\n{json.dumps(report['list'])}"
     assert sum(report["faults"].values()) == FAULTS, told
+    assert all(report["faults_by_victim"].values()), told
     assert set(report["violations"].values()) == {0}, told
     assert report["conserved"], told
     assert report["redo_identical"], told

@@ -23,7 +23,8 @@ from dora.consumers.audit import audit_run
 from dora.errors import RunError, TopicError
 from dora.schemas.records import DeadLetter, Policy, RunStarted, Step
 from tests import forgeries
-from tests.damaged_log import LANES, B, G, K, Log, finished_log, live_log, policy
+from tests.damaged_log import LANES, Log, finished_log, live_log
+from tests.factories import B, G, K, policy
 from tests.forgeries import Forgery, in_order, told
 
 DEADLINE = 30.0

@@ -78,6 +78,7 @@ def test_a_second_dora_run_of_the_same_run_is_refused(
 
 
 def test_a_run_whose_part_cannot_run_ends_at_once_with_the_reason(small: SmallRun) -> None:
+    small.emulate_training()
     small.data.write_text('{"prompt": "sun", "answer": "nus"}\n{"prompt": "mo\n')
     began = time.monotonic()
     result = small.dora("run", "--plain")
@@ -101,7 +102,7 @@ def test_a_run_waits_for_a_cluster_that_is_away_for_twenty_seconds_and_goes_on(
     try:
         run = SmallRun(run_name, tmp_path, small_model, broker.bootstrap_servers)
         run.emulate_training()
-        run.replace("steps = 2", "steps = 6")
+        run.replace("steps = 2", "steps = 4")
         run.replace("time_scale = 0.05", "time_scale = 1.5")
         child = Process(
             tmp_path / "run.log", "run", str(run.path), "-b", broker.bootstrap_servers, "--plain"
@@ -113,7 +114,7 @@ def test_a_run_waits_for_a_cluster_that_is_away_for_twenty_seconds_and_goes_on(
         again = start_broker(home, heap_mb=256)
         assert again.bootstrap_servers == broker.bootstrap_servers
         assert child.process.wait(120) == 0, child.said
-        assert steps_when_it_went < 6, "the cluster went away in the middle"
+        assert steps_when_it_went < 4, "the cluster went away in the middle"
         assert "audit: no violation" in child.said
         audit = dora("audit", run_name, "-b", broker.bootstrap_servers)
         assert audit.exit_code == 0 and "no violation" in audit.stdout

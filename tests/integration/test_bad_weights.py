@@ -1,7 +1,6 @@
 """Weights that cannot be stored, or are not what was announced."""
 
 import hashlib
-import os
 import shutil
 import subprocess
 import threading
@@ -14,6 +13,7 @@ import pytest
 from dora.bus import BEGINNING, ClusterSettings, LogReader, LogWriter
 from dora.core.ring import worker_partition
 from dora.schemas.records import Command, Policy, Status, WeightFile
+from tests.needs import small_file_system
 from tests.small_run import SmallRun, refused, small, small_model
 from tests.training_world import World, fed
 
@@ -26,18 +26,8 @@ DEADLINE = 30.0
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 16 KiB; the small model's weights do not fit."""
     place = tmp_path / "disk"
-    place.mkdir()
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("needs the right to mount a small file system")
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(place)], capture_output=True
-    )
-    if made.returncode:
-        pytest.skip(f"cannot mount a small file system: {made.stderr.decode().strip()}")
-    try:
+    with small_file_system(place, "16k"):
         yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def remount(disk: Path, option: str) -> None:

@@ -10,14 +10,13 @@ from random import Random
 import pytest
 from click.testing import CliRunner, Result
 
-from dora.bus import ClusterSettings, LogReader, LogWriter, RunTopics, TopicAdmin, topic_plan
+from dora.bus import ClusterSettings, LogReader, TopicAdmin, topic_plan
 from dora.bus.reader import Message
 from dora.cli.main import cli
 from dora.config import Config
 from dora.consumers.monitor.monitor import RunMonitor
 from dora.consumers.monitor.run_view import RunView
-from dora.core.ring import partition
-from dora.schemas.records import Admission, DeadLetter, SlotOffset, Step, Trajectory
+from dora.schemas.records import Admission, DeadLetter, Record, SlotOffset, Step
 from tests.factories import (
     LANES,
     RING,
@@ -31,6 +30,7 @@ from tests.factories import (
     step,
     trajectory,
 )
+from tests.log_writer import RunLogWriter
 
 DEADLINE = 30.0
 NOW = 1_700_000_000_000
@@ -48,37 +48,12 @@ def config_of(run: str) -> Config:
     )
 
 
-class Log:
+class Log(RunLogWriter):
     """A run's log that records are appended to by hand."""
 
-    def __init__(self, settings: ClusterSettings, run: str) -> None:
-        self.settings, self.run, self.topics = settings, run, RunTopics(run)
-        self._writer = LogWriter(settings, client_id=f"{run}.test")
-        self._ends = [0] * RING * LANES
-        self.places: dict[str, tuple[int, int]] = {}
-
-    def close(self) -> None:
-        self._writer.close()
-
-    def send(self, *records: object) -> None:
-        topics = self.topics
-        for record in records:
-            match record:
-                case Admission():
-                    self._writer.send(topics.dispatch, record, partition=0)
-                case Trajectory():
-                    where = partition(record.policy_version, record.group_id, RING, LANES)
-                    self.places[record.trajectory_id] = (where, self._ends[where])
-                    self._ends[where] += 1
-                    self._writer.send(topics.trajectories, record, partition=where)
-                case DeadLetter():
-                    self._writer.send(topics.dead_letters, record, partition=0)
-                case _:
-                    name = {"Policy": topics.policies, "Status": topics.workers}
-                    topic = name.get(type(record).__name__, topics.steps)
-                    key = getattr(record, "process", None) or str(getattr(record, "version", ""))
-                    self._writer.send(topic, record, key=key or None, partition=0)  # type: ignore[arg-type]
-        self._writer.flush(DEADLINE)
+    def send(self, *records: Record) -> None:
+        super().send(*records)
+        self.flush()
 
     def step(self, sequence: int, groups: list[Admission]) -> Step:
         metrics = {"success_rate": 0.5, "reward_mean": 0.5, "staleness_max": 1.0}

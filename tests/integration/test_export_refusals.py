@@ -1,10 +1,7 @@
 """Exports that cannot be, or not wholly: said with the reason, and nothing is left half."""
 
-import os
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import filelock
@@ -16,6 +13,7 @@ from dora.core import ring
 from tests.brokers import Cluster
 from tests.exports import CLOSED, FORMATS, export, exported, rows, summary, visible, write, written
 from tests.integration.test_disk import largest_file
+from tests.needs import small_file_system
 from tests.small_run import refused
 from tests.written_run import WrittenRun
 
@@ -99,28 +97,11 @@ def test_two_exports_do_not_write_into_one_directory(written: WrittenRun, tmp_pa
     assert export(written, tmp_path).exit_code == 0
 
 
-@contextmanager
-def file_system(place: Path, size: str) -> Iterator[None]:
-    """A small one, where this user may mount it."""
-    place.mkdir()
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("needs the right to mount a small file system")
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True
-    )
-    if made.returncode:
-        pytest.skip(f"cannot mount a small file system: {made.stderr.decode().strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
-
-
 def test_a_full_file_system_keeps_whole_versions_and_takes_the_rest_once_there_is_room(
     written: WrittenRun, exported: Path, tmp_path: Path
 ) -> None:
     disk = tmp_path / "disk"
-    with file_system(disk, "28k"):
+    with small_file_system(disk, "28k"):
         refused(
             export(written, disk),
             1,

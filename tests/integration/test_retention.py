@@ -1,7 +1,7 @@
 """A log of which a part was deleted: refused with what is missing, unless nobody needs it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from confluent_kafka import TopicPartition
@@ -12,7 +12,7 @@ from confluent_kafka.admin import (
     ConfigResource,
 )
 
-from dora.bus import ClusterSettings, LogReader, LogWriter
+from dora.bus import ClusterSettings, LogReader
 from dora.consumers.monitor.chunk_progress import ChunkSigns, Search
 from dora.consumers.trainer.retention import check_ledger, check_retention
 from dora.core import ring
@@ -22,18 +22,9 @@ from dora.core.window import Window
 from dora.errors import RunError
 from dora.log.ledger import read_ledger
 from dora.producers.coordinator.takeover import Lost, scan
-from dora.schemas.records import (
-    Admission,
-    Chunk,
-    GroupRef,
-    SampleRef,
-    SlotOffset,
-    Step,
-    pack_logprobs,
-    pack_tokens,
-)
-from tests.factories import SAMPLING, policy
+from tests import factories
 from tests.integration.test_bad_input import started
+from tests.log_writer import RunLogWriter
 from tests.small_run import SmallRun, refused, small, small_model
 from tests.training_world import trajectory
 
@@ -84,44 +75,25 @@ class Written:
 def written(small: SmallRun, settings: ClusterSettings) -> Written:
     small.make_topics(settings)
     topics, run = small.topics, small.name
-    ends = {(topics.trajectories, index): 0 for index in range(RING)}
-    journal = 0
-    with LogWriter(settings, client_id="test") as writer:
-        writer.send(topics.steps, started(small, settings), key=run, partition=0)
+    with RunLogWriter(settings, run) as writer:
+        writer.send(started(small, settings))
         for version in range(STEPS + 1):
-            place = (topics.trajectories, ring.slot(version, RING))
-            slots = (
-                SlotOffset(*place, ends[place]),
-                SlotOffset(topics.dispatch, 0, journal),
-                SlotOffset(topics.chunks, place[1], 0),
-            )
-            writer.send(topics.policies, policy(version, run, slots), key=str(version), partition=0)
-            refs = []
-            for ordinal in range(B * version, B * version + B):
-                group = ring.train_group_id(ordinal)
-                admission = Admission(run, group, ordinal, version, G, "train", 0)
-                writer.send(topics.dispatch, admission, key=group, partition=0)
-                journal += 1
-                samples = []
+            part = ring.slot(version, RING)
+            places = [(topics.trajectories, part), (topics.dispatch, 0), (topics.chunks, part)]
+            writer.send(factories.policy(version, run, writer.slots(places)))
+            groups = [factories.admission(B * version + n, version, run) for n in range(B)]
+            for group in groups:
+                writer.send(group)
                 for sample in range(G):
-                    record = trajectory(run, version, ordinal, sample, float(sample))
-                    writer.send(place[0], record, key=record.trajectory_id, partition=place[1])
-                    samples.append(SampleRef(sample, 0, place[1], ends[place]))
-                    ends[place] += 1
-                refs.append(GroupRef(group, ordinal, version, tuple(samples)))
+                    of = (run, version, group.ordinal, sample)
+                    writer.send(trajectory(*of, float(sample)))
             if version < STEPS:
-                step = Step(
-                    run, "step", version, version, version + 1, tuple(refs), (), {},
-                    f"sum{version + 1}", f"at-{version + 1}" if version == 1 else None, "t", 0,
-                )  # fmt: skip
-                writer.send(topics.steps, step, key=run, partition=0)
+                step = factories.step(version, version, groups, writer.places)
+                writer.send(replace(step, checkpoint="at-2" if version == 1 else None))
+        last = factories.admission(9, STEPS, run)
         for position in range(3):
-            chunk = Chunk(
-                run, "g9/1", "g9", 1, 0, position, STEPS, 9, "train", 2 * position,
-                pack_tokens([1, 2]), pack_logprobs([-1.0, -1.0]), False, "w0", SAMPLING,
-                1_000 + position,
-            )  # fmt: skip
-            writer.send(topics.chunks, chunk, key="g9/1", partition=ring.slot(STEPS, RING))
+            at = {"created_ms": 1_000 + position}
+            writer.send(factories.chunk_of(last, 1, position, 2 * position, [1, 2], **at))
     return Written(small, settings)
 
 

@@ -19,41 +19,23 @@ from dora.consumers.learner.batches import (
 from dora.consumers.learner.microbatches import learning_rate
 from dora.consumers.learner.sharding import part_of, plan_update
 from dora.errors import RecordError
-from dora.schemas.records import Sampling, Trajectory, VersionRun, pack_logprobs, pack_tokens
+from dora.schemas.records import Trajectory, VersionRun, pack_logprobs, pack_tokens
+from tests import factories
 
 
 def trajectory(
-    tokens: list[int],
-    mask: list[int],
-    reward: float | None,
-    finish: str = "stop",
-    sample: int = 0,
+    tokens: list[int], mask: list[int], reward: float | None, finish: str = "stop", sample: int = 0
 ) -> Trajectory:
-    return Trajectory(
-        run="r",
-        trajectory_id=f"g0/{sample}",
-        group_id="g0",
-        sample=sample,
-        attempt=0,
-        chunks=1,
-        policy_version=0,
-        ordinal=0,
-        purpose="train",
+    return factories.trajectory(
+        factories.admission(0),
+        sample,
         token_ids=pack_tokens(tokens),
         mask=bytes(mask),
         logprobs=pack_logprobs([-0.5 * i * m for i, m in enumerate(mask)]),
         version_runs=(VersionRun(0, sum(mask)),),
-        finish_reason=finish,  # type: ignore[arg-type]
+        finish_reason=finish,
         reward=reward,
-        reward_parts={},
         error=None if reward is not None else "verifier failed",
-        text=None,
-        worker="w",
-        engine="e",
-        sampling=Sampling(1.0, 1.0, 0, 8, ()),
-        started_ms=0,
-        generated_ms=0,
-        created_ms=0,
     )
 
 

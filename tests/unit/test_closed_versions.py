@@ -8,7 +8,8 @@ import pytest
 
 from dora.core import ring
 from dora.core.closed_versions import RunVersions, TopicBounds
-from dora.schemas.records import Admission, GroupRef, SampleRef, SlotOffset, Step
+from dora.schemas.records import Admission, SlotOffset, Step
+from tests import factories
 from tests.factories import RING, B, admission, policy, run_started, trajectory
 
 TOPIC = "r.trajectories"
@@ -18,15 +19,8 @@ GROUPS = [admission(n, n // B) for n in range(6)]
 
 def step(version: int, groups: Iterable[Admission], aside: Iterable[Admission] = ()) -> Step:
     """The step that made the version after `version`."""
-
-    def refs(of: Iterable[Admission]) -> tuple[GroupRef, ...]:
-        samples = tuple(SampleRef(n, 0, 0, 40 + n) for n in range(2))
-        return tuple(GroupRef(g.group_id, g.ordinal, g.policy_version, samples) for g in of)
-
-    return Step(
-        "r", "step", version, version, version + 1, refs(groups), refs(aside), {}, "s", None,
-        "trainer", 0,
-    )  # fmt: skip
+    places = {f"{group.group_id}/{n}": (0, 40 + n) for group in GROUPS for n in range(2)}
+    return factories.step(version, version, groups, places, aside=aside)
 
 
 def versions(

@@ -17,6 +17,7 @@ from dora.consumers.monitor.run_view import RunView
 from dora.consumers.monitor.snapshot import Snapshot, StepPoint, VersionBacklog
 from dora.log.presence import ProcessView
 from dora.schemas.records import Command, DeadLetter, Record, pack_logprobs, pack_tokens
+from tests import factories
 from tests.factories import admission, places_of, policy, run_started, status, step, trajectory
 from tests.unit.test_display import alive, fold, two_steps
 
@@ -24,9 +25,7 @@ unhurried = settings(deadline=None, max_examples=60, suppress_health_check=[Heal
 
 
 def command(kind: str, identity: str, attempt: int, *, at: int, **fields: object) -> Command:
-    return Command(
-        "r", "w1", "i", kind, at, trajectory_id=identity, attempt=attempt, **fields  # type: ignore[arg-type]
-    )  # fmt: skip
+    return factories.command(identity, "w1", kind=kind, at=at, attempt=attempt, **fields)
 
 
 def incidents() -> list[Record]:

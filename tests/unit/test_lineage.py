@@ -13,13 +13,14 @@ import pytest
 from dora.config import Config
 from dora.config.loading import load_config
 from dora.errors import ConfigError
-from dora.schemas.records import GroupRef, SampleRef, Step
+from dora.schemas.records import Step
 from dora.telemetry import lineage as lineages
 from dora.telemetry import meter as metering
 from dora.telemetry.lineage import Lineage, SentLineage, lineage_of
 from dora.telemetry.lineage_events import run_uuid
+from tests import factories
 from tests.configurations import emulated
-from tests.factories import run_started
+from tests.factories import admission, run_started
 from tests.lineage_receiver import Receiver, receiver
 
 STARTED = run_started()
@@ -33,14 +34,10 @@ def config(tmp: Path, **lineage: Any) -> Config:
 
 
 def step(number: int) -> Step:
-    refs = tuple(
-        GroupRef(
-            f"g{g}", g, number - 1, tuple(SampleRef(s, 0, s, 100 * number + g) for s in (0, 1))
-        )
-        for g in (3, 1, 2)
-    )
+    groups = [admission(g, number - 1) for g in (3, 1, 2)]
+    places = {f"g{g}/{s}": (s, 100 * number + g) for g in (3, 1, 2) for s in (0, 1)}
     metrics = {"loss": 0.25, "reference_kl": float("nan")}
-    return Step("r", "step", 40, number - 1, number, refs, (), metrics, "c", None, "t", 1_500)
+    return factories.step(40, number - 1, groups, places, at=1_500, **metrics)
 
 
 class Counting(metering.Meter):

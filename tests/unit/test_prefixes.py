@@ -2,7 +2,7 @@
 
 from dora.core.scheduling.prefixes import PrefixCollector
 from dora.schemas.records import Chunk, pack_logprobs, pack_tokens
-from tests.factories import SAMPLING
+from tests.factories import admission, chunk_of
 
 
 def chunk(
@@ -14,10 +14,9 @@ def chunk(
     version: int = 3,
     resumed: int = 0,
 ) -> Chunk:
-    return Chunk(
-        "r", "g1/0", "g1", 0, attempt, sequence, version, 1, "train", position,
-        pack_tokens(tokens), pack_logprobs([-0.5 * t for t in tokens]), False, "w0", SAMPLING, 0,
-        resumed,
+    return chunk_of(
+        admission(1, version), 0, sequence, position, tokens,
+        attempt=attempt, logprobs=pack_logprobs([-0.5 * t for t in tokens]), resumed_tokens=resumed,
     )  # fmt: skip
 
 

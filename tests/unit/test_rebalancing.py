@@ -20,12 +20,10 @@ from dora.schemas.records import (
     Chunk,
     Command,
     Record,
-    Sampling,
     Status,
-    pack_logprobs,
     pack_tokens,
 )
-from tests.factories import admission, run_started, step, trajectory
+from tests.factories import admission, chunk_of, run_started, step, trajectory
 
 CAPACITY = 4
 
@@ -204,11 +202,9 @@ class Cluster:
 
     def handover(self, identity: str, tokens: int = 3) -> Chunk:
         start = self.commands[identity]
-        return Chunk(
-            "r", identity, start.group_id, start.sample, start.attempt, 0, start.policy_version,
-            start.ordinal, "train", 0, pack_tokens(list(range(tokens))),
-            pack_logprobs([-1.0] * tokens), True, start.worker, Sampling(1.0, 1.0, 0, 9, ()), 0,
-        )  # fmt: skip
+        group = admission(start.ordinal, start.policy_version)
+        fields = {"attempt": start.attempt, "last": True, "worker": start.worker}
+        return chunk_of(group, start.sample, 0, 0, range(tokens), **fields)
 
     def finish(self, name: str, count: int) -> None:
         for identity in list(self.running[name])[:count]:

@@ -11,57 +11,48 @@ from dora.schemas.records import (
     GroupRef,
     Policy,
     RunStarted,
-    SampleRef,
-    Sampling,
     Status,
     Step,
     Trajectory,
-    VersionRun,
-    pack_logprobs,
-    pack_tokens,
 )
+from tests import factories
 
 RUN = "measured"
-SAMPLING = Sampling(1.0, 1.0, 0, 8, ())
 EMULATION = Emulation(time_scale=0.5, train_seconds=4.0, publish_seconds=1.0, load_seconds=0.4)
 
 
 def started() -> RunStarted:
-    return RunStarted(RUN, "id", "0", "{}", 1, 1, 1, 3, 1, "cluster", {}, 1_000)
+    shape = {"max_staleness": 1, "groups_per_step": 1, "group_size": 1}
+    return factories.run_started(RUN, at=1_000, **shape)
 
 
 def policy(version: int, at: int) -> Policy:
-    return Policy(RUN, version, "full", "file:///w", (), "sum", b"", b"", (), at)
+    return factories.policy(version, RUN, at=at)
 
 
 def step(version: int, group: GroupRef, at: int, **metrics: float) -> Step:
-    return Step(
-        RUN, "step", version, version, version + 1, (group,), (), metrics, "sum", None, "t", at
-    )
+    return factories.step(version, version, [group], run=RUN, at=at, **metrics)
 
 
 def group(name: str, version: int) -> GroupRef:
-    return GroupRef(name, 0, version, (SampleRef(0, 0, 0, 0),))
+    return factories.group_ref(admission(name, version, 0))
 
 
 def admission(name: str, version: int, at: int) -> Admission:
-    return Admission(RUN, name, 0, version, 1, "train", at)
+    return factories.admission(0, version, RUN, group_id=name, group_size=1, created_ms=at)
 
 
 def start(name: str, version: int, worker: str, at: int, attempt: int = 0) -> Command:
-    return Command(
-        RUN, worker, "i", "start", at, f"{name}/0", name, 0, attempt, version, 0, "train"
-    )
+    fields = {"attempt": attempt, "policy_version": version, "purpose": "train"}
+    return factories.command(f"{name}/0", worker, run=RUN, at=at, **fields)
 
 
 def finished(
     name: str, version: int, worker: str, began: int, ended: int, written: int, attempt: int = 0
 ) -> Trajectory:
-    return Trajectory(
-        RUN, f"{name}/0", name, 0, attempt, 1, version, 0, "train", pack_tokens([1, 2]), b"\0\1",
-        pack_logprobs([0.0, -1.0]), (VersionRun(version, 1),), "stop", 1.0, {}, None, None, worker,
-        "emulated", SAMPLING, began, ended, written,
-    )  # fmt: skip
+    times = {"started_ms": began, "generated_ms": ended, "created_ms": written}
+    of = admission(name, version, 0)
+    return factories.trajectory(of, worker=worker, attempt=attempt, **times)
 
 
 @pytest.fixture

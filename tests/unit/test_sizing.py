@@ -26,15 +26,16 @@ from dora.schemas.records import (
     Status,
     Step,
     Trajectory,
-    VersionRun,
     WeightFile,
     pack_logprobs,
     pack_tokens,
 )
+from tests import factories
 
 ROOT = Path(__file__).parents[2]
 RUN, WORKER, AT = "spell-backward", "dora-rollout-6c9f7d5b4-x2x7k", 1_770_000_000_000
 SAMPLING = Sampling(1.0, 1.0, 0, 1024, (151_645, 151_643), 12_345_678)
+GROUP = factories.admission(12_345, 120, RUN)
 FRAMING = 14
 """What Kafka's record format adds: length, attributes, differences of time and offset, and the
 lengths of key, value and headers, at most about this."""
@@ -50,20 +51,15 @@ def sent(record: Record, key: str) -> int:
 
 
 def chunk(tokens: int) -> Chunk:
-    ids, logprobs = pack_tokens(range(tokens)), pack_logprobs([-0.5] * tokens)
-    return Chunk(
-        RUN, "g12345/7", "g12345", 7, 0, 3, 120, 12_345, "train", 96, ids, logprobs, False, WORKER,
-        SAMPLING, AT,
-    )  # fmt: skip
+    whole = trajectory(100, 96 + tokens)
+    return factories.chunk(whole, 3, 96, 96 + tokens)
 
 
 def trajectory(prompt: int, tokens: int) -> Trajectory:
-    every = prompt + tokens
-    return Trajectory(
-        RUN, "g12345/7", "g12345", 7, 0, 32, 120, 12_345, "train", pack_tokens(range(every)),
-        bytes(prompt) + b"\1" * tokens, pack_logprobs([-0.5] * every), (VersionRun(120, tokens),),
-        "stop", 1.0, {"reward": 1.0}, None, "x" * (sizing.TEXT * tokens), WORKER, "vllm 0.32.0",
-        SAMPLING, AT, AT, AT,
+    return factories.trajectory(
+        GROUP, 7, prompt=range(prompt), tokens=range(prompt, prompt + tokens), logprob=-0.5, at=AT,
+        chunks=32, reward_parts={"reward": 1.0}, text="x" * (sizing.TEXT * tokens), worker=WORKER,
+        engine="vllm 0.32.0", sampling=SAMPLING,
     )  # fmt: skip
 
 

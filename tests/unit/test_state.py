@@ -13,17 +13,15 @@ from dora.core import ring
 from dora.core.state import Finished, Group, RunState
 from dora.core.window import Window, pick_batch
 from dora.schemas.records import Admission, GroupRef, Purpose, SampleRef, Step
+from tests.factories import G as SIZE
+from tests.factories import admission, step
 
 WINDOW = Window(1, 2)
-SIZE, RING, LANES = 2, 3, 2
-
-
-def admission(ordinal: int, version: int = 0) -> Admission:
-    return Admission("r", ring.train_group_id(ordinal), ordinal, version, SIZE, "train", 0)
+RING, LANES = 3, 2
 
 
 def evaluation(ordinal: int, version: int = 0) -> Admission:
-    return Admission("r", ring.eval_group_id(version, ordinal), ordinal, version, 1, "eval", 0)
+    return admission(ordinal, version, purpose="eval")
 
 
 def finished(
@@ -64,9 +62,8 @@ def refer(group: Group, reason: str | None = None) -> GroupRef:
 def entry(
     sequence: int, version: int, trained: tuple[GroupRef, ...], aside: tuple[GroupRef, ...] = ()
 ) -> Step:
-    kind = "step" if trained else "set_aside"
-    out = version + bool(trained)
-    return Step("r", kind, sequence, version, out, trained, aside, {}, "c", None, "t", 0)  # type: ignore[arg-type]
+    made = step(sequence, version, trained, aside=aside)
+    return made if trained else replace(made, kind="set_aside", version_out=version)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from dora.config import Config
 from dora.schemas.records import Step
 from dora.telemetry import trackers as tracking
 from dora.telemetry.trackers import TensorBoard, TrackedRun, Trackers, WeightsAndBiases, values_of
+from tests import factories
 from tests.configurations import emulated
 from tests.factories import run_started
 
@@ -22,7 +23,7 @@ DEADLINE = 60.0
 
 def step(number: int, value: float | None = None) -> Step:
     metrics = {"loss": float(number) if value is None else value, "step_seconds": 2.0}
-    return Step("r", "step", number - 1, number - 1, number, (), (), metrics, "c", None, "t", 1000)
+    return factories.step(number - 1, number - 1, at=1000, **metrics)
 
 
 class Kept:

@@ -14,8 +14,8 @@ from dora.consumers.inspect.rows import Fate
 from dora.consumers.inspect.sources import Sources, advantages_of, token_texts, view_of
 from dora.consumers.inspect.view import Scores, Token, TrajectoryView, text_of, with_scores
 from dora.log.run_log import Placed
-from dora.schemas.records import Chunk, Command, VersionRun, pack_logprobs, pack_tokens
-from tests.factories import SAMPLING, admission, run_started, trajectory
+from dora.schemas.records import Chunk, Command, VersionRun
+from tests.factories import admission, chunk_of, command, run_started, trajectory
 
 GROUP = admission(4, 2)
 RECORD = trajectory(GROUP)
@@ -104,19 +104,13 @@ def test_improbable_tokens_stand_out_on_a_terminal_and_only_there() -> None:
 
 def test_attempts_say_how_they_ended_and_what_they_resumed() -> None:
     def order(kind: str, attempt: int, at: int, reason: str = "") -> Placed[Command]:
-        worker = f"w{attempt}"
-        record = Command(
-            "r", worker, "i", kind, at, RECORD.trajectory_id, "g4", 0, attempt, 2, reason=reason
-        )  # type: ignore[arg-type]
+        fields = {"attempt": attempt, "policy_version": 2, "reason": reason}
+        record = command(RECORD.trajectory_id, f"w{attempt}", kind=kind, at=at, **fields)
         return Placed(1, at, record)
 
     def chunk(attempt: int, at: int, ids: list[int], resumed: int = 0) -> Placed[Chunk]:
-        logprobs = pack_logprobs([-1.0] * len(ids))
-        record = Chunk(
-            "r", RECORD.trajectory_id, "g4", 0, attempt, 0, 2, 4, "train", 0, pack_tokens(ids),
-            logprobs, False, f"w{attempt}", SAMPLING, at, resumed,
-        )  # fmt: skip
-        return Placed(0, at, record)
+        fields = {"attempt": attempt, "created_ms": at, "resumed_tokens": resumed}
+        return Placed(0, at, chunk_of(admission(4, 2), 0, 0, 0, ids, **fields))
 
     last = replace(
         RECORD, attempt=3, worker="w3", started_ms=1450, generated_ms=1500, resumed_tokens=2

@@ -1,15 +1,15 @@
 """Text as it is generated: characters stay whole, and nothing is told twice."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dora.core.transcripts import Decode, Detokenizer, Piece, Transcripts
-from dora.schemas.records import Chunk, Trajectory, VersionRun, pack_logprobs, pack_tokens
-from tests.factories import SAMPLING, admission, trajectory
+from dora.schemas.records import Chunk, Trajectory
+from tests.factories import admission, chunk_of, trajectory
 
 unhurried = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
@@ -106,23 +106,12 @@ def test_endless_bytes_that_are_no_text_are_told_before_the_end() -> None:
 def chunk(
     attempt: int, sequence: int, position: int, tokens: Sequence[int], **more: object
 ) -> Chunk:
-    fields = {"last": False, "worker": f"w{attempt}", "created_ms": 1000 * sequence, **more}
-    return Chunk(
-        "r", "g0/0", "g0", 0, attempt, sequence, 3, 0, "train", position,
-        pack_tokens(tokens), pack_logprobs([-1.0] * len(tokens)), sampling=SAMPLING,
-        **fields,  # type: ignore[arg-type]
-    )  # fmt: skip
+    more = {"created_ms": 1000 * sequence, **more}
+    return chunk_of(admission(0, 3), 0, sequence, position, tokens, attempt=attempt, **more)
 
 
 def finished(attempt: int, tokens: Sequence[int], *, reward: float | None = 1.0) -> Trajectory:
-    return replace(
-        trajectory(admission(0, 3), reward=reward),
-        attempt=attempt,
-        token_ids=pack_tokens([7, 8, *tokens]),
-        mask=b"\0\0" + b"\1" * len(tokens),
-        logprobs=pack_logprobs([0.0] * (2 + len(tokens))),
-        version_runs=(VersionRun(3, len(tokens)),),
-    )
+    return trajectory(admission(0, 3), tokens=tokens, reward=reward, attempt=attempt)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from dora.consumers.monitor.waits import Sign, Wait
 from dora.schemas.records import Command, Record
 from tests.factories import (
     admission,
+    command,
     places_of,
     policy,
     run_started,
@@ -27,10 +28,7 @@ COORDINATOR, TRAINER = "coordinator", "trainer"
 def start(
     worker: str, trajectory_id: str, attempt: int = 0, *, version: int = 1, at: int = 0
 ) -> Command:
-    group, _, sample = trajectory_id.partition("/")
-    return Command(
-        "r", worker, "i", "start", at, trajectory_id, group, int(sample), attempt, version
-    )
+    return command(trajectory_id, worker, at=at, attempt=attempt, policy_version=version)
 
 
 def waiting(*records: Record, now: int = 100_000, target: int | None = None) -> RunView:

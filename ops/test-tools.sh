@@ -1,7 +1,7 @@
 #!/bin/sh
-# Installs what some tests look at dora with: a browser (Chromium) for reports, and Prometheus for
-# metrics. Where it cannot install them it says what to install: those tests fail without, and the
-# others run.
+# Installs what some tests need: a browser (Chromium) for reports, and Prometheus for metrics. If it
+# cannot install them it prints how to do so. Without them those tests are skipped (with CI=true they
+# fail).
 missing=""
 command -v chromium >/dev/null 2>&1 || command -v chromium-browser >/dev/null 2>&1 ||
   command -v google-chrome >/dev/null 2>&1 || missing="$missing chromium"
@@ -33,5 +33,5 @@ export DEBIAN_FRONTEND=noninteractive
   timeout 600 apt-get -o Acquire::Retries=3 install -y --no-install-recommends $missing
 } >"$log" 2>&1 || {
   tail -n 20 "$log" >&2
-  leave_it "apt-get could not install them; its last words are above"
+  leave_it "apt-get could not install them; the end of its output is above"
 }

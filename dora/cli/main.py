@@ -56,7 +56,7 @@ COMMANDS: dict[str, Entry] = {
     "topics": Entry("dora.cli.topics.topics:topics", "Create, describe and delete a run's topics."),
     "coordinator": Entry("dora.cli.coordinator:coordinator", "Run the coordinator of a run."),
     "rollout": Entry("dora.cli.rollout:rollout", "Run one rollout worker."),
-    "train": Entry("dora.cli.train.train:train", "Run the trainer of a run."),
+    "train": Entry("dora.cli.train:train", "Run the trainer of a run."),
     "bench": Entry("dora.cli.bench.bench:bench", "Measure schedules and engines on this machine."),
     "simulate": Entry(
         "dora.cli.simulate.simulate:simulate", "Plan: schedules in virtual time, and advice."

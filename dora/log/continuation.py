@@ -5,17 +5,46 @@ or with other inputs than the run was started with, ends before it writes anythi
 takes over from a running one.
 """
 
+import json
 from collections.abc import Sequence
 
 from dora.bus.reader import BEGINNING, LogReader, Message
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics, TopicAdmin
 from dora.config import Config
+from dora.core.identity import differences
+from dora.errors import RunError
 from dora.log.inputs import check_inputs
-from dora.log.ledger import check_continues
 from dora.schemas.records import Policy, RunStarted
 
 READ_SECONDS = 60.0
+
+
+def check_continues(
+    started: RunStarted, config: Config, cluster_id: str, topic_ids: dict[str, str]
+) -> None:
+    """RunError, with the differences, unless `config` on this cluster continues the run."""
+    run = started.run
+    changed = differences(json.loads(started.identity), json.loads(json.dumps(config.identity())))
+    if changed:
+        raise RunError(
+            f"run {run} was started with another configuration: " + "; ".join(changed),
+            hint="Restore the recorded values, or give run.name another value.",
+        )
+    if started.cluster_id != cluster_id:
+        raise RunError(
+            f"run {run} was started on Kafka cluster {started.cluster_id}, this is {cluster_id}",
+            hint="Give the recorded cluster with kafka.bootstrap_servers; offsets of another one "
+            "mean nothing.",
+        )
+    replaced = sorted(
+        name for name, topic_id in started.topic_ids.items() if topic_ids.get(name) != topic_id
+    )
+    if replaced:
+        raise RunError(
+            f"{', '.join(replaced)}: deleted and created anew since run {run} was started",
+            hint="What the ledger refers to is gone. Give run.name another value.",
+        )
 
 
 def check_recorded(config: Config, settings: ClusterSettings, *, inputs: bool = False) -> None:

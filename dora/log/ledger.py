@@ -1,8 +1,7 @@
 """The ledger: how the trainer reads it at start and adds to it.
 
-Invariant: what is not in a committed ledger entry did not happen. A ledger that this process cannot
-read, or that belongs to another run, cluster or configuration, stops it before it changes anything.
-An entry, the policy record that goes with it and the offsets for lag tools are one transaction.
+What is not in a committed ledger entry did not happen. An entry, the policy record that goes with
+it and the offsets for lag tools are one transaction.
 """
 
 import json
@@ -11,7 +10,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from dora import __version__, faults
@@ -20,7 +19,6 @@ from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
 from dora.config import Config
-from dora.core.identity import differences
 from dora.core.state import RunState
 from dora.core.window import Window
 from dora.errors import DeadlineError, FencedError, RunError
@@ -41,7 +39,7 @@ class History:
     policies: dict[int, Policy] = field(default_factory=dict)
     """Every version that was announced."""
     bases: list[Step] = field(default_factory=list)
-    """Steps whose checkpoints are at hand, oldest first."""
+    """Steps whose checkpoints are on disk, oldest first."""
     redo: list[Step] = field(default_factory=list)
     """Steps committed after the first of `bases`, or all if there is none, in order."""
     recent: deque[Step] = field(default_factory=deque)
@@ -53,7 +51,7 @@ class History:
 
     @property
     def base(self) -> Step | None:
-        """The newest step whose checkpoint is at hand."""
+        """The newest step whose checkpoint is on disk."""
         return self.bases[-1] if self.bases else None
 
     def redo_after(self, base: Step | None) -> list[Step]:
@@ -69,9 +67,9 @@ def read_ledger(
     available: Collection[str],
     deadline: float,
 ) -> History:
-    """Fold the committed ledger into `state` and return the history.
+    """Read the committed ledger into `state` and return the history.
 
-    `available` are the names of the checkpoints at hand. `reader` stays assigned to the topics'
+    `available` are the names of the checkpoints on disk. `reader` stays assigned to the topics'
     ends. Raises RunError if an entry cannot be read or contradicts the ones before it.
     """
     history = History()
@@ -122,14 +120,14 @@ def _remember(history: History, step: Step, available: Collection[str]) -> None:
 
 
 def new_state(config: Config) -> RunState:
-    """The fold of a run's log, before its first record."""
+    """The state of a run before the first record of its log."""
     sizes = config.window
     window = Window(sizes.max_staleness, sizes.groups_per_step, sizes.tokens_per_step)
     return RunState(window, config.window.group_size, config.task.success_threshold)
 
 
 def resume(state: RunState, history: History) -> None:
-    """Bring a new `state` to the end of the ledger; it holds what concerns the live versions."""
+    """Bring a new `state` to the end of the ledger, as far as it concerns live versions."""
     if history.started is None:
         return
     newest = history.recent[-1].version_out if history.recent else 0
@@ -171,36 +169,9 @@ def whole_ledger(config: Config, settings: ClusterSettings, deadline: float) -> 
         return read_ledger(reader, RunTopics(config.run.name), new_state(config), (), deadline)
 
 
-def check_continues(
-    started: RunStarted, config: Config, cluster_id: str, topic_ids: dict[str, str]
-) -> None:
-    """RunError, with the differences, unless `config` on this cluster continues the run."""
-    run = started.run
-    changed = differences(json.loads(started.identity), json.loads(json.dumps(config.identity())))
-    if changed:
-        raise RunError(
-            f"run {run} was started with another configuration: " + "; ".join(changed),
-            hint="Restore the recorded values, or give run.name another value.",
-        )
-    if started.cluster_id != cluster_id:
-        raise RunError(
-            f"run {run} was started on Kafka cluster {started.cluster_id}, this is {cluster_id}",
-            hint="Give the recorded cluster with kafka.bootstrap_servers; offsets of another one "
-            "mean nothing.",
-        )
-    replaced = sorted(
-        name for name, topic_id in started.topic_ids.items() if topic_ids.get(name) != topic_id
-    )
-    if replaced:
-        raise RunError(
-            f"{', '.join(replaced)}: deleted and created anew since run {run} was started",
-            hint="What the ledger refers to is gone. Give run.name another value.",
-        )
-
-
 class LedgerWriter:
-    """Adds entries for one trainer, known by its `incarnation`, which must be able to read them
-    back within `patience` seconds."""
+    """Adds entries for one trainer, known by its `incarnation`. It must read each one back within
+    `patience` seconds."""
 
     def __init__(
         self,
@@ -240,15 +211,9 @@ class LedgerWriter:
 
         Raises FencedError if another trainer took over; then nothing of it is in the log.
         """
-        step = self._entry(
-            "step", policy.version, policy.weights_checksum, trained, set_aside, metrics, checkpoint
+        return self._append(
+            "step", policy, policy.weights_checksum, trained, set_aside, metrics, checkpoint, read
         )
-        if policy.inputs != self.inputs:
-            step = replace(step, inputs=policy.inputs)
-        self._commit(step, policy, read)
-        self.inputs = policy.inputs
-        self._take(step)
-        return step
 
     def commit_set_aside(
         self,
@@ -258,19 +223,11 @@ class LedgerWriter:
         read: Mapping[tuple[str, int], int],
     ) -> Step:
         """Commit that groups are set aside while the version, with `checksum`, stays."""
-        newest = self._state.newest
-        step = self._entry("set_aside", newest, checksum, (), set_aside, metrics, None)
-        self._commit(step, None, read)
-        self._take(step)
-        return step
+        return self._append("set_aside", None, checksum, (), set_aside, metrics, None, read)
 
-    def _take(self, step: Step) -> None:
-        self._state.commit(step)
-        self._unseen = step.sequence, time.monotonic()
-
-    def saw(self, step: Step) -> None:
-        """`step` was read from the ledger: an own one, or FencedError, since another trainer's
-        means that it took over."""
+    def on_entry_read(self, step: Step) -> None:
+        """An entry was read from the ledger. FencedError if another trainer wrote it, which then
+        took over."""
         if step.trainer != self._incarnation:
             raise FencedError(
                 f"another trainer committed step {step.version_in} -> {step.version_out} of run "
@@ -290,23 +247,25 @@ class LedgerWriter:
                 "ledger holds.",
             )
 
-    def _entry(
+    def _append(
         self,
         kind: Literal["step", "set_aside"],
-        version_out: int,
+        policy: Policy | None,
         checksum: str,
         trained: Sequence[GroupRef],
         set_aside: Sequence[GroupRef],
         metrics: Mapping[str, float],
         checkpoint: str | None,
+        read: Mapping[tuple[str, int], int],
     ) -> Step:
-        last = self._state.last_step
-        return Step(
+        last, newest = self._state.last_step, self._state.newest
+        inputs = self.inputs if policy is None else policy.inputs
+        step = Step(
             run=self._run,
             kind=kind,
             sequence=0 if last is None else last.sequence + 1,
-            version_in=self._state.newest,
-            version_out=version_out,
+            version_in=newest,
+            version_out=newest if policy is None else policy.version,
             trained=tuple(trained),
             set_aside=tuple(set_aside),
             metrics=dict(metrics),
@@ -314,7 +273,13 @@ class LedgerWriter:
             checkpoint=checkpoint,
             trainer=self._incarnation,
             created_ms=time.time_ns() // 1_000_000,
+            inputs={} if inputs == self.inputs else dict(inputs),
         )
+        self._commit(step, policy, read)
+        self.inputs = inputs
+        self._state.commit(step)
+        self._unseen = step.sequence, time.monotonic()
+        return step
 
     def _commit(
         self,

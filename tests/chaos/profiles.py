@@ -169,7 +169,7 @@ PROFILES: Mapping[str, Profile] = {
             "dora.producers.coordinator.coordinator",
             "dora.producers.worker.process",
             "dora.producers.engines.emulated",
-            "dora.cli.train.train",
+            "dora.cli.train",
             "dora.cli.coordinator",
             "dora.cli.rollout",
         ),

@@ -232,19 +232,19 @@ def test_a_record_larger_than_the_topic_takes_is_named_with_both_sizes(
 def test_duplicates_read_before_their_admission_are_forgotten(
     settings: ClusterSettings, small: SmallRun, world: World
 ) -> None:
-    from dora.consumers.trainer.batch_builder import Planner
+    from dora.consumers.trainer.batch_builder import BatchBuilder
     from dora.core.state import RunState
     from dora.core.window import Window
 
     state = RunState(Window(1, B), G)
     state.start()
-    planner = Planner(state, small.config().trainer.loss, 40)
+    builder = BatchBuilder(state, small.config().trainer.loss, 40)
     for offset, (version, sample) in enumerate([(0, 0), (0, 0), (3, 0), (0, 1), (0, 1)]):
-        planner.take(trajectory("r", version, 0, sample, float(sample)), 0, offset)
-    assert planner.kept == 4, "a version that does not exist is not kept"
+        builder.add_trajectory(trajectory("r", version, 0, sample, float(sample)), 0, offset)
+    assert builder.kept_trajectories == 4, "a version that does not exist is not kept"
     state.admit(Admission("r", "g0", 0, 0, G, "train", 0))
-    planner.decide()
-    assert planner.kept == 0, "the group's samples are prepared, and its duplicates are gone"
+    builder.next_batch()
+    assert builder.kept_trajectories == 0, "the group is ready, its duplicates are gone"
     assert state.counters.duplicates == 2 and state.counters.foreign == 1
 
 

@@ -15,7 +15,7 @@ from dora.bus import TopicAdmin, cluster_settings, topic_plan
 from dora.config import KafkaSection
 from dora.consumers.inspect.recomputation import PolicyScorer, Recomputation, token_entropies
 from dora.consumers.learner.batches import sample_of
-from dora.consumers.learner.learner import Learner
+from dora.consumers.learner.deepspeed_learner import DeepSpeedLearner
 from dora.errors import RunError, WeightsError
 from dora.log.run_log import RunLog
 from dora.schemas.records import Trajectory, VersionRun, unpack_logprobs
@@ -65,7 +65,7 @@ def test_they_are_those_of_the_learner_with_the_same_weights(model: Path, lora: 
     config = lora_settings(model) if lora else learner_settings(model)
     groups = [[trajectory("r", 0, ordinal, sample, 0.0) for sample in (0, 1)] for ordinal in (0, 1)]
     samples = [sample_of(t, 1.0 - 2 * t.sample) for group in groups for t in group]
-    learner = Learner(model, config)
+    learner = DeepSpeedLearner(model, config)
     learner.update([samples[:2], samples[2:]], 0)
     scorer = PolicyScorer(model, config)
     untrained = scorer.score(samples)

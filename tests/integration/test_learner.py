@@ -11,7 +11,7 @@ import torch
 
 from dora.config import Config
 from dora.consumers.learner.batches import Sample, group_advantages
-from dora.consumers.learner.learner import Learner
+from dora.consumers.learner.deepspeed_learner import DeepSpeedLearner
 from dora.errors import ConfigError, PolicyError, WeightsError
 from dora.weights.tensors import read_tensors, weights_checksum, write_tensors
 
@@ -99,7 +99,9 @@ def direct_logprobs(model: Path, sample: Sample, temperature: float) -> torch.Te
 
 
 def test_log_probabilities_equal_those_of_the_unpadded_model(model: Path) -> None:
-    learner = Learner(model, config(model, {"max_tokens_per_micro_batch": 60}, temperature=0.7))
+    learner = DeepSpeedLearner(
+        model, config(model, {"max_tokens_per_micro_batch": 60}, temperature=0.7)
+    )
     samples = [sample for group in groups(0) for sample in group]
     found = learner.logprobs(samples)
     for sample, scores in list(zip(samples, found, strict=True))[::5]:
@@ -110,7 +112,7 @@ def test_log_probabilities_equal_those_of_the_unpadded_model(model: Path) -> Non
 
 
 def deltas(model: Path, settings: Config, batch: Sequence[Sequence[Sample]]) -> tuple[Any, Any]:
-    learner = Learner(model, settings)
+    learner = DeepSpeedLearner(model, settings)
     before = {name: tensor.clone() for name, tensor in learner.export_state().items()}
     metrics = learner.update(batch, version=0)
     after = learner.export_state()
@@ -147,12 +149,12 @@ def test_every_zero_stage_gives_the_same_update(model: Path, stage: int) -> None
 
 def test_a_redo_from_a_checkpoint_is_bit_identical(model: Path, tmp_path: Path) -> None:
     settings = config(model, {"updates_per_step": 2, "loss": {"importance_cap": 2.0}})
-    learner = Learner(model, settings)
+    learner = DeepSpeedLearner(model, settings)
     learner.update(groups(1), version=0)
     learner.save_checkpoint(tmp_path)
     first = learner.update(groups(2), version=1)
     checksum = learner.weights_checksum()
-    redo = Learner(model, settings)
+    redo = DeepSpeedLearner(model, settings)
     assert redo.weights_checksum() != checksum
     redo.load_checkpoint(tmp_path)
     assert redo.updates == 2
@@ -163,7 +165,7 @@ def test_a_redo_from_a_checkpoint_is_bit_identical(model: Path, tmp_path: Path) 
 
 
 def test_training_makes_rewarded_tokens_likelier(model: Path) -> None:
-    learner = Learner(model, config(model, {"optimizer": {"learning_rate": 3e-3}}))
+    learner = DeepSpeedLearner(model, config(model, {"optimizer": {"learning_rate": 3e-3}}))
     batch = groups(4)
     flat = [sample for group in batch for sample in group]
     before = learner.logprobs(flat)
@@ -178,33 +180,33 @@ def test_training_makes_rewarded_tokens_likelier(model: Path) -> None:
 
 def test_mismatch_is_measured_under_the_weights_that_generated(model: Path) -> None:
     settings = config(model)
-    fresh = Learner(model, settings)
+    fresh = DeepSpeedLearner(model, settings)
     flat = [sample for group in groups(5) for sample in group]
     exact = [s.behaviour for s in flat]
     for sample, scores in zip(flat, fresh.logprobs(flat), strict=True):
         sample.behaviour[:] = scores + 0.25
     batch = [flat[i : i + 4] for i in range(0, 16, 4)]
     assert len(exact) == 16
-    metrics = Learner(model, settings).update(batch, version=0)
+    metrics = DeepSpeedLearner(model, settings).update(batch, version=0)
     assert metrics["logprob_mismatch_mean"] == pytest.approx(0.25, abs=1e-4)
     assert metrics["logprob_mismatch_max"] == pytest.approx(0.25, abs=1e-4)
     assert "logprob_drift_mean" not in metrics
-    stale = Learner(model, settings).update(batch, version=1)
+    stale = DeepSpeedLearner(model, settings).update(batch, version=1)
     assert stale["logprob_drift_mean"] == pytest.approx(0.25, abs=1e-4)
     assert "logprob_mismatch_mean" not in stale
     assert (stale["staleness_mean"], stale["staleness_max"]) == (1.0, 1.0)
-    trained = Learner(model, settings)
+    trained = DeepSpeedLearner(model, settings)
     trained.update(batch, version=0)
     kept = trained.update(batch, version=1)
     assert kept["logprob_mismatch_mean"] == pytest.approx(0.25, abs=1e-4), "under its own weights"
     assert abs(kept["logprob_drift_mean"] - 0.25) > 1e-3, "training moved the policy"
     probes = groups(6, version=1)[1]
-    probed = Learner(model, settings).update(batch, version=1, probes=probes)
+    probed = DeepSpeedLearner(model, settings).update(batch, version=1, probes=probes)
     assert probed["logprob_mismatch_mean"] > 0.0
 
 
 def test_a_batch_without_signal_changes_nothing(model: Path) -> None:
-    learner = Learner(model, config(model))
+    learner = DeepSpeedLearner(model, config(model))
     learner.update(groups(1), version=0)
     checksum = learner.weights_checksum()
     quiet = [[*groups(seed)[0]] for seed in range(4)]
@@ -216,7 +218,7 @@ def test_a_batch_without_signal_changes_nothing(model: Path) -> None:
 def test_a_gradient_that_is_no_number_stops_the_step_before_the_weights_change(
     model: Path,
 ) -> None:
-    learner = Learner(model, config(model))
+    learner = DeepSpeedLearner(model, config(model))
     checksum = learner.weights_checksum()
     batch = groups(1)
     batch[1][0] = replace(batch[1][0], advantage=float("nan"))
@@ -227,14 +229,14 @@ def test_a_gradient_that_is_no_number_stops_the_step_before_the_weights_change(
 
 def test_the_reference_policy_holds_the_policy_back(model: Path) -> None:
     loss = {"kl_coefficient": 0.5}
-    learner = Learner(model, config(model, {"loss": loss}))
+    learner = DeepSpeedLearner(model, config(model, {"loss": loss}))
     assert learner.update(groups(1), version=0)["reference_kl"] == pytest.approx(0.0, abs=1e-6)
     assert learner.update(groups(1), version=1)["reference_kl"] > 1e-6
 
 
 def test_tied_embeddings_are_exported_once_and_load_again(tmp_path: Path) -> None:
     directory = make_model(tmp_path / "tied", tied=True)
-    learner = Learner(directory, config(directory))
+    learner = DeepSpeedLearner(directory, config(directory))
     state = learner.export_state()
     assert "lm_head.weight" not in state and "model.embed_tokens.weight" in state
     assert weights_checksum(read_tensors(directory)) == weights_checksum(state)
@@ -242,7 +244,7 @@ def test_tied_embeddings_are_exported_once_and_load_again(tmp_path: Path) -> Non
 
 def test_an_unusable_model_is_refused_with_the_reason(model: Path, tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match=r"no config\.json"):
-        Learner(tmp_path, config(model))
+        DeepSpeedLearner(tmp_path, config(model))
     partial = tmp_path / "partial"
     partial.mkdir()
     (partial / "config.json").write_bytes((model / "config.json").read_bytes())
@@ -250,17 +252,17 @@ def test_an_unusable_model_is_refused_with_the_reason(model: Path, tmp_path: Pat
     del state["model.layers.1.mlp.up_proj.weight"]
     write_tensors(partial, state)
     with pytest.raises(PolicyError, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight"):
-        Learner(partial, config(model))
+        DeepSpeedLearner(partial, config(model))
     (partial / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(PolicyError, match=r"damaged|cannot be loaded"):
-        Learner(partial, config(model))
+        DeepSpeedLearner(partial, config(model))
     (partial / "config.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(PolicyError, match="cannot be loaded"):
-        Learner(partial, config(model))
+        DeepSpeedLearner(partial, config(model))
 
 
 def test_an_incomplete_checkpoint_is_refused(model: Path, tmp_path: Path) -> None:
-    learner = Learner(model, config(model))
+    learner = DeepSpeedLearner(model, config(model))
     with pytest.raises(WeightsError, match="cannot be read"):
         learner.load_checkpoint(tmp_path)
     learner.save_checkpoint(tmp_path)
@@ -272,4 +274,4 @@ def test_an_incomplete_checkpoint_is_refused(model: Path, tmp_path: Path) -> Non
 
 def test_settings_that_dora_owns_are_refused_in_deepspeeds_configuration(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"deepspeed\.optimizer: set trainer\.optimizer"):
-        Learner(model, config(model, {"deepspeed": {"optimizer": {"type": "Adam"}}}))
+        DeepSpeedLearner(model, config(model, {"deepspeed": {"optimizer": {"type": "Adam"}}}))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dora.config import Config
-from dora.consumers.learner.learner import Learner
+from dora.consumers.learner.deepspeed_learner import DeepSpeedLearner
 from dora.errors import PolicyError
 from dora.weights.adapters import check_adapter, model_shapes, write_adapter, write_adapter_config
 from dora.weights.tensors import read_tensors, weights_checksum
@@ -36,7 +36,7 @@ def settings(
 def test_the_adapter_alone_is_trained_and_exported_as_peft_writes_it(
     model: Path, tmp_path: Path
 ) -> None:
-    learner = Learner(model, settings(model))
+    learner = DeepSpeedLearner(model, settings(model))
     network = learner._engine.module
     frozen = {n: p.detach().clone() for n, p in network.named_parameters() if not p.requires_grad}
     base = weights_checksum(read_tensors(model))
@@ -65,9 +65,9 @@ def test_the_adapter_alone_is_trained_and_exported_as_peft_writes_it(
 
 def test_the_starting_adapter_depends_on_the_seed_alone(model: Path) -> None:
     torch.manual_seed(99)
-    first = Learner(model, settings(model)).weights_checksum()
-    assert Learner(model, settings(model)).weights_checksum() == first
-    assert Learner(model, settings(model, seed=4)).weights_checksum() != first
+    first = DeepSpeedLearner(model, settings(model)).weights_checksum()
+    assert DeepSpeedLearner(model, settings(model)).weights_checksum() == first
+    assert DeepSpeedLearner(model, settings(model, seed=4)).weights_checksum() != first
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -76,12 +76,12 @@ def test_a_redo_of_an_adapter_from_a_checkpoint_is_bit_identical(
 ) -> None:
     zero = {"zero_optimization": {"stage": stage}}
     wanted = settings(model, updates_per_step=2, deepspeed=zero)
-    learner = Learner(model, wanted)
+    learner = DeepSpeedLearner(model, wanted)
     learner.update(groups(1), version=0)
     learner.save_checkpoint(tmp_path)
     learner.update(groups(2), version=1)
     checksum = learner.weights_checksum()
-    redo = Learner(model, wanted)
+    redo = DeepSpeedLearner(model, wanted)
     redo.update(groups(3), version=0)
     redo.load_checkpoint(tmp_path)
     redo.update(groups(2), version=1)
@@ -93,7 +93,10 @@ def test_a_redo_of_an_adapter_from_a_checkpoint_is_bit_identical(
 @pytest.mark.parametrize("stage", [1, 2])
 def test_every_zero_stage_gives_an_adapter_the_same_update(model: Path, stage: int) -> None:
     zero = {"zero_optimization": {"stage": stage}}
-    learners = [Learner(model, settings(model)), Learner(model, settings(model, deepspeed=zero))]
+    learners = [
+        DeepSpeedLearner(model, settings(model)),
+        DeepSpeedLearner(model, settings(model, deepspeed=zero)),
+    ]
     plain, sharded = [learner.update(groups(1), version=0) for learner in learners]
     assert sharded == pytest.approx(plain, rel=1e-4, abs=1e-6)
     expected, found = [learner.export_state() for learner in learners]
@@ -102,7 +105,7 @@ def test_every_zero_stage_gives_an_adapter_the_same_update(model: Path, stage: i
 
 
 def test_mismatch_is_measured_under_the_adapter_that_generated(model: Path) -> None:
-    learner = Learner(model, settings(model, optimizer={"learning_rate": 1e-2}))
+    learner = DeepSpeedLearner(model, settings(model, optimizer={"learning_rate": 1e-2}))
     batch = groups(5)
     flat = [sample for group in batch for sample in group]
     for sample, scores in zip(flat, learner.logprobs(flat), strict=True):
@@ -114,7 +117,7 @@ def test_mismatch_is_measured_under_the_adapter_that_generated(model: Path) -> N
 
 
 def test_the_base_model_is_the_reference_policy(model: Path) -> None:
-    learner = Learner(model, settings(model, loss={"kl_coefficient": 0.5}))
+    learner = DeepSpeedLearner(model, settings(model, loss={"kl_coefficient": 0.5}))
     assert learner._reference is None, "no second copy of the model"
     assert learner.update(groups(1), version=0)["reference_kl"] == pytest.approx(0.0, abs=1e-6)
     assert learner.update(groups(1), version=1)["reference_kl"] > 1e-6
@@ -127,5 +130,5 @@ def test_layers_that_cannot_be_adapted_are_refused(
     model: Path, targets: list[str], reason: str
 ) -> None:
     with pytest.raises(PolicyError, match=f"target_modules.*{reason}") as caught:
-        Learner(model, settings(model, lora={"target_modules": targets}))
+        DeepSpeedLearner(model, settings(model, lora={"target_modules": targets}))
     assert caught.value.hint and ", ".join(LINEAR[:2]) in caught.value.hint

@@ -188,7 +188,7 @@ def test_a_rank_stuck_in_a_collective_operation_ends_when_another_is_lost(
     ranks, other = leader
     ranks.order("block")
     other.says("blocked")
-    ranks.failed(ConfigError("the file is gone"))
+    ranks.send_failure(ConfigError("the file is gone"))
     assert other.process.wait(3 * TIMEOUT) == 2, "with the exit code of what went wrong"
 
 

@@ -16,9 +16,9 @@ from dora.consumers.replay.metrics import COMPARED, NOT_COMPARED
 from dora.consumers.replay.plan import make_plan
 from dora.consumers.replay.replay import ReplayReport
 from dora.consumers.replay.replay import replay as train_again
-from dora.consumers.trainer.recovery import fetch_steps
 from dora.errors import RunError
 from dora.log.run_log import RunLog
+from dora.log.trained_records import fetch_steps
 from dora.schemas.records import DeadLetter
 from tests.brokers import Cluster
 from tests.small_run import dora, refused

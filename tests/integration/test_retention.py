@@ -14,13 +14,13 @@ from confluent_kafka.admin import (
 
 from dora.bus import ClusterSettings, LogReader
 from dora.consumers.monitor.chunk_progress import ChunkSigns, Search
-from dora.consumers.trainer.retention import check_ledger, check_retention
 from dora.core import ring
 from dora.core.scheduling.prefixes import Prefix
 from dora.core.state import RunState
 from dora.core.window import Window
 from dora.errors import RunError
 from dora.log.ledger import read_ledger
+from dora.log.retention import check_ledger, check_retention
 from dora.producers.coordinator.takeover import Lost, scan
 from tests import factories
 from tests.integration.test_bad_input import started

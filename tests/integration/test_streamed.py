@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from dora.config import Config
 from dora.consumers.learner.batches import Sample
-from dora.consumers.learner.learner import Learner
+from dora.consumers.learner.deepspeed_learner import DeepSpeedLearner
 from dora.errors import PolicyError
 from tests.integration.test_learner import config, groups, make_model
 
@@ -47,11 +47,13 @@ def step(seed: int = 5) -> list[list[Sample]]:
     return made
 
 
-def weights(learner: Learner) -> torch.Tensor:
+def weights(learner: DeepSpeedLearner) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1).clone() for tensor in learner.export_state().values()])
 
 
-def stream(learner: Learner, made: Sequence[Sequence[Sample]], version: int) -> dict[str, float]:
+def stream(
+    learner: DeepSpeedLearner, made: Sequence[Sequence[Sample]], version: int
+) -> dict[str, float]:
     learner.begin(version)
     for group in made:
         learner.add(group)
@@ -63,10 +65,14 @@ def stream(learner: Learner, made: Sequence[Sequence[Sample]], version: int) -> 
 def test_a_streamed_step_gives_the_weights_of_the_whole_batch(
     model: Path, loss: str, updates: int
 ) -> None:
-    whole = Learner(model, settings(model, streamed=False, updates=updates, **LOSSES[loss]))
+    whole = DeepSpeedLearner(
+        model, settings(model, streamed=False, updates=updates, **LOSSES[loss])
+    )
     before = weights(whole)
     expected = whole.update(step(), 1)
-    streamed = Learner(model, settings(model, streamed=True, updates=updates, **LOSSES[loss]))
+    streamed = DeepSpeedLearner(
+        model, settings(model, streamed=True, updates=updates, **LOSSES[loss])
+    )
     found = stream(streamed, step(), 1)
     moved = (weights(whole) - before).abs().max()
     assert moved > 1e-4
@@ -84,13 +90,13 @@ def test_a_redo_of_a_streamed_step_is_bit_identical_and_its_order_matters(
     model: Path, tmp_path: Path
 ) -> None:
     configured = settings(model, streamed=True, updates=2, importance_cap=2.0)
-    learner = Learner(model, configured)
+    learner = DeepSpeedLearner(model, configured)
     learner.save_checkpoint(tmp_path)
     order = [step()[index] for index in (2, 0, 3, 1)]
     stream(learner, order, 0)
     stream(learner, step(6), 1)
     checksum = learner.weights_checksum()
-    again = Learner(model, configured)
+    again = DeepSpeedLearner(model, configured)
     again.load_checkpoint(tmp_path)
     again.update(order, 0)
     again.update(step(6), 1)
@@ -103,7 +109,7 @@ def test_a_redo_of_a_streamed_step_is_bit_identical_and_its_order_matters(
 
 def test_a_step_that_was_left_leaves_no_gradient_behind(model: Path, tmp_path: Path) -> None:
     configured = settings(model, streamed=True, updates=2)
-    learner = Learner(model, configured)
+    learner = DeepSpeedLearner(model, configured)
     before = learner.weights_checksum()
     learner.begin(0)
     learner.add(step()[1])
@@ -112,7 +118,7 @@ def test_a_step_that_was_left_leaves_no_gradient_behind(model: Path, tmp_path: P
     for group in step():
         learner.add(group)
     learner.finish()
-    fresh = Learner(model, configured)
+    fresh = DeepSpeedLearner(model, configured)
     stream(fresh, step(), 0)
     assert learner.weights_checksum() == fresh.weights_checksum()
     learner.begin(1)
@@ -126,12 +132,14 @@ def test_a_step_that_was_left_leaves_no_gradient_behind(model: Path, tmp_path: P
 def test_gradients_are_divided_wherever_deepspeed_keeps_them(
     model: Path, stage: int, dtype: str
 ) -> None:
-    def learner(*, streamed: bool) -> Learner:
+    def learner(*, streamed: bool) -> DeepSpeedLearner:
         configured = settings(model, streamed=streamed, updates=2)
         sharding = {"zero_optimization": {"stage": stage}} if stage else {}
         trainer = configured.trainer.model_copy(update={"deepspeed": sharding})
         policy = configured.policy.model_copy(update={"dtype": dtype})
-        return Learner(model, configured.model_copy(update={"trainer": trainer, "policy": policy}))
+        return DeepSpeedLearner(
+            model, configured.model_copy(update={"trainer": trainer, "policy": policy})
+        )
 
     whole, streamed = learner(streamed=False), learner(streamed=True)
     before = weights(whole).float()
@@ -146,7 +154,7 @@ def test_gradients_are_divided_wherever_deepspeed_keeps_them(
 
 
 def test_groups_without_signal_make_no_update(model: Path) -> None:
-    learner = Learner(model, settings(model, streamed=True))
+    learner = DeepSpeedLearner(model, settings(model, streamed=True))
     before = learner.weights_checksum()
     found = stream(learner, [groups(1)[0]] * 4, 0)
     assert learner.weights_checksum() == before

@@ -203,7 +203,7 @@ class ModelRun:
         trainer = self.trainers[-1] if self.trainers else None
         return (
             f"version {self.log.newest} of {due}; trainer waits for "
-            f"{trainer.planner.decide().blocked if trainer else 'a start'}; "
+            f"{trainer.builder.next_batch().blocked if trainer else 'a start'}; "
             + (
                 f"outstanding {dict(core.state.outstanding)}, unplaced {sorted(core.unplaced)}, "
                 f"being read {sorted(core.scans)}, workers {core.roster.pool.views()}"

@@ -1,10 +1,10 @@
-"""A trainer: the real state, planner and window, without learning; it commits as the shell does."""
+"""A trainer that learns nothing: the real state, batch builder and window, and its commits."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 from dora.config.trainer import LossSection
-from dora.consumers.trainer.batch_builder import Decision, Planner
+from dora.consumers.trainer.batch_builder import BatchBuilder, Decision
 from dora.core.ring import slot_partitions
 from dora.core.state import RunState
 from dora.core.window import Window
@@ -44,7 +44,7 @@ class ModelTrainer:
         self.epoch = self.log.fence(ID)
         self.state = RunState(self.window, self.group_size)
         settings = LossSection(drop_no_signal=self.group_size > 1)
-        self.planner = Planner(self.state, settings, VOCABULARY)
+        self.builder = BatchBuilder(self.state, settings, VOCABULARY)
         self.reader = Reader(self.log, {LEDGER: 0, POLICIES: 0})
 
     def recover(self) -> None:
@@ -99,7 +99,7 @@ class ModelTrainer:
         for record, offset in self.reader.read(place, count):
             match record:
                 case Trajectory(purpose="train"):
-                    self.planner.take(record, place[1], offset)
+                    self.builder.add_trajectory(record, place[1], offset)
                 case Admission(purpose="train"):
                     assert record.policy_version <= self.state.newest
                     self.state.admit(record)
@@ -110,7 +110,7 @@ class ModelTrainer:
         """Trains a batch if one is admissible, and stores the weights; or sets groups aside."""
         if self.state.newest >= self.steps:
             return
-        decision = self.planner.decide()
+        decision = self.builder.next_batch()
         version = self.state.newest
         if decision.blocked is None:
             self.pending = self._step(decision, "step", version + 1), self._policy(version + 1)
@@ -141,7 +141,7 @@ class ModelTrainer:
         if crash == "after":
             return False
         self.state.commit(step)
-        self.planner.committed(step)
+        self.builder.drop_committed(step)
         if policy is not None:
             self.policies[policy.version] = policy
         return True

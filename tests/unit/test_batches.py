@@ -7,17 +7,18 @@ from dora.config.trainer import LossSection, OptimizerSection
 from dora.consumers.learner.batches import (
     MicroBatch,
     Sample,
+    build_shard,
     denominator,
     ends_part,
     group_samples,
     micro_batches,
     pack,
+    plan_update,
     split_groups,
     token_weights,
     unit_weights,
 )
 from dora.consumers.learner.microbatches import learning_rate
-from dora.consumers.learner.sharding import part_of, plan_update
 from dora.errors import RecordError
 from dora.schemas.records import Trajectory, VersionRun, pack_logprobs, pack_tokens
 from tests import factories
@@ -58,7 +59,7 @@ def whole(
 ) -> tuple[MicroBatch, ...]:
     """The micro-batches of a single rank."""
     plan = plan_update(samples, settings, budget, 16, world=1)
-    return part_of(plan.ranks[0], samples, plan.weights).batches
+    return build_shard(plan.ranks[0], samples, plan.weights).batches
 
 
 def test_a_sample_holds_only_generated_tokens_of_every_turn() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from dora.config import Config
 from dora.consumers.learner.batches import Sample
-from dora.consumers.learner.emulated import EmulatedLearner
+from dora.consumers.learner.emulated_learner import EmulatedLearner
 from dora.errors import ConfigError, PolicyError, WeightsError
 from dora.weights.models import emulated_vocabulary
 from dora.weights.plain_tensors import plain_checksum, write_plain

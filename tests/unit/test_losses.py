@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from dora.config.trainer import LossSection
-from dora.consumers.learner.logprobs import token_logprobs
-from dora.consumers.learner.losses import TokenTerms, policy_loss
+from dora.consumers.learner.losses import TokenTerms, policy_loss, token_logprobs
 
 RATIOS = [0.5, 0.9, 1.0, 1.1, 1.5, 4.0]
 

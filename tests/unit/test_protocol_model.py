@@ -1,6 +1,6 @@
 """The protocol under crashes, freezes, zombies, delays and reordering, in many interleavings.
 
-The real core decides: coordination, window, state, placement, prefixes, planner, attempts. What is
+The real core decides: coordination, window, state, placement, prefixes, batches, attempts. What is
 simulated is the log (`tests.protocol.log`), the turns that the processes get, and their deaths.
 After every step the real audit judges the whole log; in the end everybody is let run, and the run
 must go on. `DORA_MODEL_EXAMPLES` sets the number of interleavings, `DORA_MODEL_STEPS` their length.

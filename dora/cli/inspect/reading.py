@@ -19,12 +19,12 @@ from dora.config import Config, KafkaSection
 from dora.consumers.inspect.rows import Fates, Row, generated_logprobs
 from dora.consumers.inspect.sources import Sources, advantages_of, view_of
 from dora.consumers.inspect.view import Scores, TrajectoryView, mismatch_of, with_scores
-from dora.consumers.trainer.recovery import fetch_trajectories
 from dora.core.ring import parse_trajectory_id, trajectory_id
 from dora.core.transcripts import Decode
 from dora.errors import DoraError, RunError
 from dora.log.recorded_config import recorded_config
 from dora.log.run_log import RunLog
+from dora.log.trained_records import fetch_trajectories
 from dora.schemas.records import Trajectory
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from dora.consumers.monitor.monitor import RunMonitor
 from dora.consumers.monitor.snapshot import Snapshot
 from dora.consumers.monitor.summary import summarize, write_summary
 from dora.errors import DeadlineError, DoraError, PolicyError, RunError
-from dora.log.ledger import check_continues
+from dora.log.continuation import check_continues
 
 _DRAW_SECONDS = 0.5
 _BROKER_CHECK_SECONDS = 2.0

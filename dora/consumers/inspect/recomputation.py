@@ -19,9 +19,9 @@ from dora.bus.settings import ClusterSettings
 from dora.config import Config
 from dora.consumers.inspect.view import Floats, Scores
 from dora.consumers.learner import torch_setup
-from dora.consumers.learner.base import Learning, create_learner, starting_model
 from dora.consumers.learner.batches import MicroBatch, Sample, micro_batches, sample_of
-from dora.consumers.learner.logprobs import token_logprobs, truncation_mask
+from dora.consumers.learner.learner import Learner, create_learner, starting_model
+from dora.consumers.learner.losses import token_logprobs, truncation_mask
 from dora.consumers.learner.model import (
     PolicyModel,
     add_adapter,
@@ -30,9 +30,10 @@ from dora.consumers.learner.model import (
     published_name,
 )
 from dora.consumers.replay.plan import make_plan
-from dora.consumers.trainer.recovery import redo
+from dora.consumers.trainer.recovery import READ_SECONDS, redo_step
 from dora.errors import DoraError, RecordError, RunError, WeightsError
 from dora.log.run_log import RunLog
+from dora.log.trained_records import fetch_steps
 from dora.schemas.records import Trajectory
 from dora.weights.store import WeightStore
 from dora.weights.tensors import read_tensors
@@ -137,7 +138,7 @@ class PolicyScorer:
 class _Redone:
     """A learner that was brought to `version`."""
 
-    learner: Learning
+    learner: Learner
     version: int
 
 
@@ -225,7 +226,7 @@ class Recomputation:
             ) from error
         return scorer
 
-    def _learner_at(self, version: int) -> Learning:
+    def _learner_at(self, version: int) -> Learner:
         run, config = self._run, self._config
         run.check_version(version)
         plan = make_plan(run, config, self._settings, version + 1, version)
@@ -239,7 +240,9 @@ class Recomputation:
             for step in plan.steps:
                 if step.version_out > redone.version:
                     self._say(f"redoing step {step.version_out} of {version}")
-                    redo(step, reader, run.topics.trajectories, redone.learner, config)
+                    topic = run.topics.trajectories
+                    records = fetch_steps(reader, topic, [step], READ_SECONDS)
+                    redo_step(step, records, redone.learner, config)
                     redone.version = step.version_out
         return redone.learner
 

@@ -1,13 +1,14 @@
-"""Training samples and how a batch of them is cut into micro-batches.
+"""From trajectories to micro-batches: advantages, training samples, token weights, and how ranks
+share an optimizer batch.
 
-Invariant: a micro-batch carries a weight per token that already holds the denominator of the whole
-optimizer batch. Samples that cannot contribute a gradient are left out of the micro-batches but
-stay in the denominators, so leaving them out changes nothing but the time it takes.
+A micro-batch carries a weight per token that already holds the denominator of the whole optimizer
+batch. Samples that cannot contribute a gradient are left out of the micro-batches but stay in the
+denominators.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +16,8 @@ import numpy.typing as npt
 from dora.config.trainer import LossSection
 from dora.core.groups import has_signal
 from dora.errors import RecordError
+from dora.log.trained_records import Place
 from dora.schemas.records import Trajectory, unpack_logprobs, unpack_tokens
-
-# Advantages of a group's trajectories relative to one another.
-#
-# Invariant: the advantages of a group add up to zero, and a group whose rewards are all equal has
-# advantages of exactly zero, so that leaving it out of the forward pass changes nothing.
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation, as implementations of GRPO do, so that nearly equal rewards do
@@ -32,7 +29,8 @@ def group_advantages(rewards: Sequence[float], *, divide_by_std: bool) -> npt.ND
 
     With `divide_by_std`: (r - mean) / (std + 1e-6) with the population standard deviation (GRPO,
     arXiv 2402.03300, section 4.1.2). Without: r - mean (Dr. GRPO, arXiv 2503.20783, section 3.2,
-    which removes the bias towards prompts that are nearly always or nearly never solved).
+    which removes the bias towards prompts that are nearly always or nearly never solved). They add
+    up to zero, and are exactly zero where all rewards are equal.
     """
     if not has_signal(rewards):
         return np.zeros(len(rewards), dtype=np.float32)
@@ -295,15 +293,10 @@ def ends_part(
     return tokens[1] is not None and tokens[0] * parts >= share * tokens[1]
 
 
-# What a batch of samples says by itself, whoever trains on it.
-#
-# Invariant: it depends on the samples and the current version alone.
-
-
 def batch_metrics(
     samples: Sequence[Sample], version: int, success_threshold: float
 ) -> dict[str, float]:
-    """What a batch of samples says by itself: rewards, lengths, staleness."""
+    """Metrics that depend on the samples and the current version alone."""
     rewards = np.array([s.reward for s in samples], dtype=np.float64)
     lengths = np.array([s.generated for s in samples], dtype=np.float64)
     staleness = np.array([version - s.version for s in samples], dtype=np.float64)
@@ -320,3 +313,123 @@ def batch_metrics(
         "truncated_fraction": float(np.mean([s.truncated for s in samples])),
         "signal_fraction": float(np.mean([s.advantage != 0.0 for s in samples])),
     }
+
+
+# How the ranks of a trainer share an optimizer batch. Every sample that can have a gradient is in
+# exactly one shard, with its weight in the whole batch, and all ranks make equally many passes
+# (collective operations need every rank in each). So the gradients of the ranks add up to that of
+# the whole batch.
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward and backward pass of one rank."""
+
+    rows: tuple[int, ...]
+    """Samples, by their index in the optimizer batch."""
+    idle: bool = False
+    """Made without weight, because another rank makes a pass more."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingPlan:
+    """Who does what in one optimizer update."""
+
+    weights: tuple[float, ...]
+    """Of each sample's tokens; they hold the denominators of the whole batch."""
+    ranks: tuple[tuple[Pass, ...], ...]
+    """The passes of each rank, equally many; none if no sample can have a gradient."""
+
+    def rows(self, rank: int) -> list[int]:
+        """The samples that a rank needs, in order."""
+        return sorted({row for each in self.ranks[rank] for row in each.rows})
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's part of an optimizer update: its passes, and samples at hand by index."""
+
+    batches: tuple[MicroBatch, ...]
+    samples: Mapping[int, Sample]
+
+
+def plan_update(
+    samples: Sequence[Sample],
+    settings: LossSection,
+    budget: int,
+    constant_length: int,
+    world: int,
+) -> ShardingPlan:
+    """Share the samples of one optimizer batch among `world` ranks, balanced by tokens.
+
+    Longest first to the rank with the fewest tokens so far (Graham 1969: at most a third above the
+    best possible), then cut into passes of at most `budget` tokens. Ties go by index, so that the
+    same samples give the same plan.
+    """
+    weights = token_weights(samples, settings, constant_length)
+    chosen = [i for i, s in enumerate(samples) if s.generated and contributes(s, settings)]
+    if not chosen:
+        return ShardingPlan(tuple(weights), ((),) * world)
+    lengths = [len(sample.token_ids) for sample in samples]
+    shares: list[list[int]] = [[] for _ in range(world)]
+    loads = [0] * world
+    for index in sorted(chosen, key=lambda i: (-lengths[i], i)):
+        rank = loads.index(min(loads))
+        shares[rank].append(index)
+        loads[rank] += lengths[index]
+    passes = [
+        [
+            Pass(tuple(share[i] for i in batch))
+            for batch in pack([lengths[i] for i in share], budget)
+        ]
+        for share in map(sorted, shares)
+    ]
+    most = max(map(len, passes))
+    for share, own in zip(shares, passes, strict=True):
+        shortest = min(share or chosen, key=lambda i: (lengths[i], i))
+        own += [Pass((shortest,), idle=True)] * (most - len(own))
+    return ShardingPlan(tuple(weights), tuple(map(tuple, passes)))
+
+
+def build_shard(
+    passes: Sequence[Pass],
+    samples: Sequence[Sample] | Mapping[int, Sample],
+    weights: Sequence[float] | Mapping[int, float],
+) -> Shard:
+    """The micro-batches of one rank's passes."""
+    batches = tuple(
+        assemble(samples, each.rows, dict.fromkeys(each.rows, 0.0) if each.idle else weights)
+        for each in passes
+    )
+    known = samples if isinstance(samples, Mapping) else dict(enumerate(samples))
+    return Shard(batches, known)
+
+
+def shard_message(
+    plan: ShardingPlan, rank: int, samples: Sequence[Sample], places: Sequence[Place]
+) -> dict[str, Any]:
+    """What another rank needs to do its part, as JSON: places in the trajectories topic,
+    advantages, weights and passes."""
+    return {
+        "samples": [
+            [row, *places[row], samples[row].advantage, plan.weights[row]]
+            for row in plan.rows(rank)
+        ],
+        "passes": [[list(each.rows), each.idle] for each in plan.ranks[rank]],
+    }
+
+
+def shard_places(share: Mapping[str, Any]) -> list[Place]:
+    """The places that a described share names."""
+    return [(int(partition), int(offset)) for _, partition, offset, _, _ in share["samples"]]
+
+
+def shard_from_message(share: Mapping[str, Any], found: Mapping[Place, Trajectory]) -> Shard:
+    """This rank's part, from what rank 0 described and the trajectories at the named places."""
+    samples = {
+        int(row): sample_of(found[int(partition), int(offset)], float(advantage))
+        for row, partition, offset, advantage, _ in share["samples"]
+    }
+    weights = {int(row): float(weight) for row, _, _, _, weight in share["samples"]}
+    passes = [Pass(tuple(map(int, rows)), bool(idle)) for rows, idle in share["passes"]]
+    return build_shard(passes, samples, weights)

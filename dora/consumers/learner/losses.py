@@ -1,8 +1,8 @@
-"""The policy-gradient loss, as sums over tokens.
+"""Log-probabilities of generated tokens, and the policy-gradient loss as sums over tokens.
 
-Invariant: the loss of an optimizer batch is the sum of its micro-batches' losses. Everything that
-normalises is a weight per token (`batches.py`), computed over the whole batch, so how the batch is
-cut into micro-batches changes no gradient beyond rounding.
+The loss of an optimizer batch is the sum of its micro-batches' losses. Everything that normalises
+is a weight per token (`batches.py`), computed over the whole batch, so how the batch is cut into
+micro-batches changes no gradient beyond rounding.
 
 With r = pi_theta / pi_old per token and A the advantage, the objectives (maximised) are
 
@@ -132,3 +132,50 @@ def policy_loss(logprobs: torch.Tensor, terms: TokenTerms, settings: LossSection
         token_loss = token_loss + settings.kl_coefficient * penalty
         kl = penalty.detach().sum()
     return LossParts(loss=(terms.weights * token_loss).sum(), clipped=clipped.detach().sum(), kl=kl)
+
+
+def truncation_mask(logits: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
+    """Boolean [N, V]: True where a token is cut from logits [N, V] (temperature applied already).
+
+    `top_k` 0 and `top_p` 1 are off. Ties with the k-th largest logit are kept. Top-p keeps the
+    smallest set of most probable tokens whose mass reaches `top_p`, at least one.
+    """
+    cut = torch.zeros_like(logits, dtype=torch.bool)
+    if 0 < top_k < logits.shape[-1]:
+        smallest = logits.topk(top_k, dim=-1).values[:, -1:]
+        cut = logits < smallest
+    if top_p < 1.0:
+        ascending, order = logits.masked_fill(cut, -torch.inf).sort(dim=-1)
+        below = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - top_p
+        below[:, -1] = False
+        cut = cut | torch.zeros_like(cut).scatter(-1, order, below)
+    return cut
+
+
+def token_logprobs(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> torch.Tensor:
+    """Log-probabilities [N] (nats, float32) of `targets` [N] given `logits` [N, V], under the
+    distribution that workers sample from: temperature, then top-k, then top-p, renormalised.
+
+    The set of tokens that the engine kept is not in the log, and the trainer's policy is a few
+    updates ahead, so its own set may lack the sampled token: the ratio would be zero. The trainer
+    therefore keeps its own set joined with the sampled token, and the ratio compares two truncated
+    distributions. (Comparing with the full vocabulary makes every ratio too small by the mass that
+    was cut. Keeping the sampling mask, as in DeepSeek-V3.2, arXiv 2512.02556, section 3.1, is exact
+    and needs the sets in the log.) Without truncation, the default, the result is exact.
+    """
+    scaled = logits.float()
+    if temperature != 1.0:
+        scaled = scaled / temperature
+    index = targets.unsqueeze(-1)
+    if top_k or top_p < 1.0:
+        cut = truncation_mask(scaled.detach(), top_p, top_k).scatter(-1, index, False)
+        scaled = scaled.masked_fill(cut, -torch.inf)
+    chosen = scaled.gather(-1, index).squeeze(-1)
+    return chosen - scaled.logsumexp(dim=-1)

@@ -1,13 +1,17 @@
-"""Forward and backward passes of a policy over micro-batches, and the optimizer's step after them.
+"""Forward and backward passes over micro-batches, the optimizer's step after them, and the sums
+that a step's metrics are made of.
 
-Invariant: passes add to gradients and change nothing else; weights change in `step` alone, and not
-where the gradient is no number.
+Passes add to gradients and change nothing else. Weights change in `MicroBatchRunner.step` alone,
+and not if the gradient is infinite or no number.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from dora.config import Config
@@ -23,18 +27,13 @@ from dora.consumers.learner.batches import (
     unit_weights,
 )
 from dora.consumers.learner.losses import LossParts, TokenTerms, policy_loss
-from dora.consumers.learner.metrics import LearningSums, Mismatch, drift_of
 from dora.consumers.learner.model import PolicyModel, model_inputs
 from dora.errors import PolicyError
 
-# The learning rate as a function of the optimizer update.
-#
-# Invariant: it depends on the settings and the number of the update alone, so a redone step uses
-# the same rate as the first time.
-
 
 def learning_rate(settings: OptimizerSection, update: int, total: int) -> float:
-    """Rate of the `update`-th optimizer update, counted from 0, of `total` in the run.
+    """Learning rate of the `update`-th optimizer update, counted from 0, of `total` in the run. It
+    depends on nothing else, so a redone step has the rate of the first time.
 
     Rises linearly from zero over `warmup_steps` updates to the peak, which the last of them has.
     Then constant, or linear or cosine decay that would reach zero right after the last update.
@@ -50,8 +49,108 @@ def learning_rate(settings: OptimizerSection, update: int, total: int) -> float:
     return settings.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-class Passes:
-    """Passes through `engine`, DeepSpeed's, on `device`.
+@dataclass(slots=True)
+class LearningSums:
+    """Sums over the tokens that went through forward and backward passes, so that no mean depends
+    on how the batch was cut."""
+
+    OVER_RANKS: ClassVar = ("loss", "clipped", "kl", "surprise", "tokens")
+    """What ranks add up; the norms are equal on all of them already."""
+
+    loss: float = 0.0
+    clipped: float = 0.0
+    kl: float = 0.0
+    surprise: float = 0.0
+    tokens: float = 0.0
+    norms: list[float] = field(default_factory=list)
+
+    def add(self, parts: LossParts, logprobs: torch.Tensor) -> float:
+        """Add one micro-batch, without its loss, which is returned."""
+        sums = torch.stack(
+            [parts.loss.detach().float(), parts.clipped.float(), parts.kl, -logprobs.sum()]
+        ).tolist()
+        self.clipped += sums[1]
+        self.kl += sums[2]
+        self.surprise += sums[3]
+        self.tokens += len(logprobs)
+        return float(sums[0])
+
+    def metrics(self, with_kl: bool) -> dict[str, float]:
+        """`loss` and `grad_norm` (before clipping) are means over the updates taken, 0 without one.
+        `entropy` is the mean of -log p of the sampled tokens, an estimate of the policy's."""
+        updates, tokens = max(len(self.norms), 1), max(self.tokens, 1.0)
+        result = {
+            "loss": self.loss / updates,
+            "grad_norm": sum(self.norms) / updates,
+            "clip_fraction": self.clipped / tokens,
+            "entropy": self.surprise / tokens,
+            "trained_tokens": self.tokens,
+            "optimizer_updates": float(len(self.norms)),
+        }
+        if with_kl:
+            result["reference_kl"] = self.kl / tokens
+        return result
+
+
+@dataclass(slots=True)
+class Mismatch:
+    """Differences between the trainer's and the engine's log-probabilities of the same tokens."""
+
+    OVER_RANKS: ClassVar = ("own_sum", "own_kl", "own_tokens", "older_sum", "older_tokens")
+    """What ranks add up; of `own_max` they take the largest."""
+
+    own_sum: float = 0.0
+    own_kl: float = 0.0
+    own_max: float = 0.0
+    own_tokens: float = 0.0
+    older_sum: float = 0.0
+    older_tokens: float = 0.0
+
+    def add_own(self, differences: npt.NDArray[np.float32]) -> None:
+        """Tokens scored under the weights that generated them: trainer - engine, in nats."""
+        if not len(differences):
+            return
+        wide = differences.astype(np.float64)
+        self.own_sum += float(np.abs(wide).sum())
+        self.own_kl += float((np.exp(np.minimum(wide, 20.0)) - wide - 1.0).sum())
+        self.own_max = max(self.own_max, float(np.abs(wide).max()))
+        self.own_tokens += len(wide)
+
+    def add_older(self, differences: npt.NDArray[np.float32]) -> None:
+        """Tokens of older versions: the difference includes what training changed since."""
+        self.older_sum += float(np.abs(differences.astype(np.float64)).sum())
+        self.older_tokens += len(differences)
+
+    def metrics(self) -> dict[str, float]:
+        """Mean and largest absolute difference (nats) and the k3 estimate of KL(engine || trainer)
+        over tokens scored under their own version; `logprob_drift_mean` over older ones."""
+        result = {}
+        if self.own_tokens:
+            result["logprob_mismatch_mean"] = self.own_sum / self.own_tokens
+            result["logprob_mismatch_max"] = self.own_max
+            result["logprob_mismatch_kl"] = self.own_kl / self.own_tokens
+        if self.older_tokens:
+            result["logprob_drift_mean"] = self.older_sum / self.older_tokens
+        return result
+
+
+def drift_of(
+    batch: MicroBatch,
+    logprobs: torch.Tensor,
+    samples: Mapping[int, Sample],
+    version: int,
+    mismatch: Mismatch,
+) -> None:
+    """Add the differences (trainer now - engine then) of a micro-batch's older samples, those of
+    several versions left out."""
+    chosen = [samples[i] for i in batch.samples]
+    older = np.array([s.version != version and not s.mixed for s in chosen])[batch.rows]
+    differences = logprobs.float().cpu().numpy() - batch.behaviour
+    mismatch.add_older(differences[older])
+
+
+class MicroBatchRunner:
+    """Runs micro-batches through `engine`, DeepSpeed's, on `device`.
 
     The starting policy, for the KL penalty, is `reference` or the `base` weights in the policy's
     own model. `plain`: DeepSpeed keeps parameters and gradients as they are. `progress` is called
@@ -142,7 +241,7 @@ class Passes:
         such, and they cannot be dropped."""
         return bool(self._stage)
 
-    def drop(self) -> None:
+    def zero_grad(self) -> None:
         """Forget the gradient added up since the last `step`, where it is not partitioned."""
         self._engine.zero_grad()
 
@@ -208,44 +307,29 @@ class Passes:
         return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
 
 
-def in_order(
-    passes: Passes, batches: Sequence[MicroBatch], proximal: Sequence[torch.Tensor] | None
-) -> Iterator[tuple[MicroBatch, LossParts, torch.Tensor]]:
-    """Learn from all micro-batches of an optimizer update; yields each with its loss and
-    log-probabilities."""
-    for index, batch in enumerate(batches):
-        old = None if proximal is None else proximal[index]
-        yield batch, *passes.learn(batch, old, last=index == len(batches) - 1)
+class StreamedStep:
+    """A training step at `version` over groups that come one by one; its first optimizer update is
+    the run's `update`-th. `observe` is called with each group while the weights are those of the
+    step's start.
 
-
-# A training step over groups that come one by one.
-#
-# Invariant: the weights after it depend on the weights before it and on the groups in their order
-# alone, not on when they came: micro-batches hold samples of one group, and where a step's
-# optimizer batches end follows from the groups so far. The gradient is that of the same groups in
-# one batch, up to rounding: the denominator of the normalisation is known last, so gradients are
-# added up without it and divided by it before they are clipped.
-
-Observe = Callable[[Sequence[Sample]], None]
-
-
-class Accumulation:
-    """One streamed step at `version`, whose first optimizer update is the run's `update`-th.
-
-    `observe` is called with each group while the weights are those of the step's start.
+    The weights after it depend on the weights before it and on the groups in their order alone, not
+    on when they came: micro-batches hold samples of one group, and where optimizer batches end
+    follows from the groups so far. The gradient is that of the same groups in one batch, up to
+    rounding: the denominator of the normalisation is known last, so gradients are added up without
+    it and divided by it before they are clipped.
     """
 
     def __init__(
         self,
-        passes: Passes,
+        runner: MicroBatchRunner,
         config: Config,
         *,
         version: int,
         update: int,
         mismatch: Mismatch,
-        observe: Observe,
+        observe: Callable[[Sequence[Sample]], None],
     ) -> None:
-        self._passes = passes
+        self._runner = runner
         self._config = config
         self._loss = config.trainer.loss
         self._constant_length = self._loss.constant_length or config.rollout.max_new_tokens
@@ -253,7 +337,7 @@ class Accumulation:
         self._update = update
         self._mismatch = mismatch
         self._observe = observe
-        self._rate = passes.set_learning_rate(update)
+        self._rate = runner.set_learning_rate(update)
         self._sums = LearningSums()
         self._part = 0
         self._open: list[Sample] = []  # of the optimizer batch that is not complete
@@ -266,7 +350,7 @@ class Accumulation:
     @property
     def droppable(self) -> bool:
         """Whether the weights are those of the step's start, and its gradient can be dropped."""
-        partitioned = self._passes.partitioned and self._shortest is not None
+        partitioned = self._runner.partitioned and self._shortest is not None
         return not self._sums.norms and not partitioned
 
     def add(self, group: Sequence[Sample]) -> None:
@@ -278,8 +362,8 @@ class Accumulation:
         budget = self._config.trainer.max_tokens_per_micro_batch
         for batch in micro_batches(group, budget, weights, chosen):
             # The proximal policy is that of the step's start.
-            proximal = None if self._start is None else self._passes.score(batch, self._start)
-            parts, logprobs = self._passes.learn(batch, proximal, last=False)
+            proximal = None if self._start is None else self._runner.score(batch, self._start)
+            parts, logprobs = self._runner.learn(batch, proximal, last=False)
             self._part_loss += self._sums.add(parts, logprobs)
             if self._part == 0:
                 drift_of(batch, logprobs, dict(enumerate(group)), self.version, self._mismatch)
@@ -312,15 +396,15 @@ class Accumulation:
     def _end_part(self) -> None:
         more = self._part + 1 < self._config.trainer.updates_per_step
         if more and self._start is None and self._loss.importance_cap is not None:
-            self._start = self._passes.weights()
+            self._start = self._runner.weights()
         if self._shortest is not None:
-            if self._passes.partitioned:
+            if self._runner.partitioned:
                 # Which pass is the last one is known only now: one more, without weight.
                 idle = assemble([self._shortest], [0], [0.0])
-                self._passes.learn(idle, None, last=True)
+                self._runner.learn(idle, None, last=True)
             divisor = denominator(self._open, self._loss)
-            self._rate = self._passes.set_learning_rate(self._update + self._part)
-            self._sums.norms.append(self._passes.step(self._update + self._part, divisor))
+            self._rate = self._runner.set_learning_rate(self._update + self._part)
+            self._sums.norms.append(self._runner.step(self._update + self._part, divisor))
             self._sums.loss += self._part_loss / divisor
         self._part += 1
         self._open = []

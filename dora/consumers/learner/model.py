@@ -1,7 +1,7 @@
 """The language model that is trained, as DeepSpeed sees it.
 
-Invariant: a forward pass has no randomness (all dropout is off), computes logits only where a
-generated token is predicted, and its log-probabilities are those of the distribution sampled from.
+A forward pass has no randomness (all dropout is off), computes logits only where a generated token
+is predicted, and its log-probabilities are those of the distribution sampled from.
 """
 
 import inspect
@@ -15,24 +15,21 @@ from torch import nn
 
 from dora.config import Config
 from dora.consumers.learner.batches import MicroBatch
-from dora.consumers.learner.logprobs import token_logprobs
+from dora.consumers.learner.losses import token_logprobs
 from dora.errors import PolicyError, first_line
 from dora.weights.adapters import DOWN, PREFIX, UP
 from dora.weights.models import check_model_directory
-
-# The weights that generated what is trained now.
-#
-# Invariant: what is kept for a version are exactly those of its weights that training changes.
-# With them the trainer's log-probabilities of a trajectory can be compared with the engine's
-# under the same version, however stale it is: what differs is the mismatch between the two
-# programs, and not the training in between.
 
 MEMORY_BYTES = 2**30
 """Larger policies keep no copies: their mismatch is measured on the current version only."""
 
 
-class PastWeights:
-    """Copies of the parameters of the last versions, at most `versions` of them."""
+class WeightHistory:
+    """Copies of the trained parameters of the last versions, at most `versions` of them.
+
+    With them the trainer's log-probabilities of a stale trajectory are compared with the engine's
+    under the same version, so that the mismatch does not contain the training in between.
+    """
 
     def __init__(self, versions: int) -> None:
         self._versions = versions
@@ -54,13 +51,9 @@ class PastWeights:
         return self._kept.get(version)
 
 
-# The LoRA adapter in a policy model (LoRA, arXiv 2106.09685; peft's layers).
-#
-# Invariant: the adapter alone is trained and published, the base model's weights never change;
-# and its starting values depend on the run's seed and the model alone, so that whoever starts
-# again makes the same ones. At the start the upper matrices are zero: version 0 is the base
-# model.
-
+# The LoRA adapter in a policy model (LoRA, arXiv 2106.09685; peft's layers). Its starting values
+# depend on the run's seed and the model alone, so a restart makes the same ones. The upper matrices
+# start at zero: version 0 is the base model.
 _ADAPTER = "default"
 _UPPER = f".lora_B.{_ADAPTER}.weight"
 
@@ -118,7 +111,7 @@ def _targets(model: nn.Module) -> list[str]:
 
 def base_name(model: str) -> str:
     """Name of the base model as an adapter's configuration has it: the Hugging Face name, or the
-    last part of a directory, whose place on this machine is nobody else's business."""
+    last part of a directory, whose path on this machine is private."""
     path = Path(model)
     return path.name if path.is_absolute() or path.exists() else model
 

@@ -1,7 +1,7 @@
-"""What the trainer ranks other than 0 do: what rank 0 says.
+"""What the trainer ranks other than 0 do: follow the orders of rank 0.
 
-Invariant: this process writes nothing to the log, and reads from it only the trajectories of its
-own share, by partition and offset.
+They write nothing to the log, and read from it only the trajectories of their own shards, by
+partition and offset.
 """
 
 import logging
@@ -13,30 +13,30 @@ from dora.bus.reader import LogReader
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.config import Config
-from dora.consumers.learner.learner import Learner
-from dora.consumers.learner.metrics import Mismatch
+from dora.consumers.learner.batches import Shard, shard_from_message, shard_places
+from dora.consumers.learner.deepspeed_learner import DeepSpeedLearner
+from dora.consumers.learner.microbatches import Mismatch
 from dora.consumers.learner.ranks import Member
-from dora.consumers.learner.sharding import Part, part_of_share, share_places
-from dora.consumers.trainer.recovery import fetch_trajectories
 from dora.errors import RankError, WeightsError
+from dora.log.trained_records import fetch_trajectories
 from dora.weights.models import model_directory
 
 log = logging.getLogger(__name__)
 
 FETCH_SHARE = 0.8
-"""Part of the ranks' patience within which the trajectories must arrive: so this rank gives up
-first, and says what it lacks."""
+"""Part of the ranks' time-out within which the trajectories must arrive: so this rank gives up
+first, and reports what is missing."""
 
 
 class RankFollower:
-    """Follows `ranks`' rank 0 until it says stop. `run` does everything."""
+    """Follows the orders of rank 0 until it says stop; `run` does the work."""
 
     def __init__(self, config: Config, settings: ClusterSettings, ranks: Member) -> None:
         self._config = config
         self._ranks = ranks
         self._topic = RunTopics(config.run.name).trajectories
         self._reader = LogReader(settings, client_id=f"trainer-{ranks.rank}")
-        self._learner: Learner | None = None
+        self._learner: DeepSpeedLearner | None = None
 
     def run(self) -> bool:
         """Whether the run is complete, once rank 0 says stop.
@@ -48,15 +48,15 @@ class RankFollower:
                 order = self._ranks.next_order()
                 if order["kind"] == "stop":
                     return bool(order["complete"])
-                self._obey(order)
+                self._execute(order)
         finally:
             self._reader.close()
 
-    def _obey(self, order: Mapping[str, Any]) -> None:
+    def _execute(self, order: Mapping[str, Any]) -> None:
         kind = order["kind"]
         if kind == "make":
             model = model_directory(self._config.policy.model)
-            self._learner = Learner(model, self._config, ranks=self._ranks)
+            self._learner = DeepSpeedLearner(model, self._config, ranks=self._ranks)
             return
         learner = self._learner
         if learner is None:
@@ -75,11 +75,11 @@ class RankFollower:
             case _:
                 raise RankError(f"rank 0 orders {kind!r}, which this dora does not know")
 
-    def _parts(self, shares: Sequence[Mapping[str, Any]]) -> list[Part]:
-        places = sorted({place for share in shares for place in share_places(share)})
-        patience = FETCH_SHARE * self._ranks.timeout
-        found = fetch_trajectories(self._reader, self._topic, places, patience) if places else {}
-        return [part_of_share(share, found) for share in shares]
+    def _parts(self, shares: Sequence[Mapping[str, Any]]) -> list[Shard]:
+        places = sorted({place for share in shares for place in shard_places(share)})
+        deadline = FETCH_SHARE * self._ranks.timeout
+        found = fetch_trajectories(self._reader, self._topic, places, deadline) if places else {}
+        return [shard_from_message(share, found) for share in shares]
 
     def _shared(self, text: str) -> Path:
         directory = Path(text)

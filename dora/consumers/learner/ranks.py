@@ -1,58 +1,290 @@
-"""Several processes that train together: rank 0 decides, the others do what it says.
+"""Several processes that train together: rank 0 decides, the others do what it orders.
 
-Invariant: rank 0 alone reads the log as a whole, plans, commits and speaks for the trainer. Before
-each collective operation it tells the others which one, so that all of them are in the same one or
-in none; meanwhile they wait for its word, however long, as long as it lives.
+Rank 0 alone reads the log as a whole, builds batches, commits and reports for the trainer. Before
+each collective operation it orders the others to join it, so that all of them are in the same one
+or in none. They wait for an order however long, as long as rank 0 lives.
+
+The orders go over TCP connections of their own, as JSON lines, and only to processes that know the
+run's token. Each side sends a beat about every second: a closed connection is a rank that ended, a
+silent one a rank that hangs, and the error names it whatever the others are doing. (torch's own
+control group was tried instead: `monitored_barrier` over gloo finds a lost rank as soon, but often
+names only a port, cannot tell a killed rank from a hanging one, and carries no reason.)
 """
 
 import hashlib
+import json
 import logging
 import os
+import queue
 import secrets
+import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dora.config import Config
-from dora.consumers.learner.rank_links import (
-    Link,
-    Message,
-    Peer,
-    Watch,
-    end_silent,
-    failure_of,
-    first_trouble,
-    missing,
-)
-from dora.errors import ConfigError, RankError
+from dora.errors import ConfigError, DoraError, RankError
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
 
+Message = dict[str, Any]
+
 GRACE_SECONDS = 10.0
 _BLAME_SECONDS = 5.0
 _TURN_SECONDS = 0.5
 _HELLO_SECONDS = 10.0
+_POLL_SECONDS = 0.2
+_LONGEST_BEAT = 1.0
+_BLOCK = 1 << 16
 _ENVIRONMENT = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-class Ranks(Protocol):
-    """What the learner needs to know of the others."""
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The process at the other end."""
 
     rank: int
     world: int
-    timeout: float
-    store: "torch.distributed.Store"
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world} (pid {self.pid} on {self.host})"
+
+
+class Link:
+    """One connection. `timeout` (seconds) bounds sending and the other side's silence."""
+
+    def __init__(self, connection: socket.socket, timeout: float) -> None:
+        self.timeout = timeout
+        self._received_at = time.monotonic()
+        self.closed = False
+        self.hung = False
+        self.failure: Message | None = None
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._received: queue.Queue[Message] = queue.Queue()
+        connection.settimeout(min(_POLL_SECONDS, timeout))
+        threading.Thread(target=self._read, name="rank-link", daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        """Send; a connection that breaks or stays full for `timeout` counts as closed."""
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        until = time.monotonic() + self.timeout
+        with self._sending:
+            while data and not self.closed:
+                try:
+                    data = data[self._connection.send(data) :]
+                except TimeoutError:
+                    self.closed = self.closed or time.monotonic() > until
+                except OSError:
+                    self.closed = True
+
+    def receive(self, timeout: float) -> Message | None:
+        """The next message; None if none comes within `timeout` seconds."""
+        try:
+            return self._received.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def _read(self) -> None:
+        rest = b""
+        while not self.closed:
+            try:
+                block = self._connection.recv(_BLOCK)
+            except TimeoutError:
+                continue
+            except OSError:
+                block = b""
+            if not block:
+                self.closed = True
+                return
+            self._received_at = time.monotonic()
+            *lines, rest = (rest + block).split(b"\n")
+            for line in lines:
+                self._handle(line)
+
+    def _handle(self, line: bytes) -> None:
+        try:
+            message = json.loads(line)
+        except ValueError:
+            self.closed = True  # not from a rank
+            return
+        if message["kind"] == "failed":
+            self.failure = message
+        if message["kind"] != "beat":
+            self._received.put(message)
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds since anything was received from the other side."""
+        return time.monotonic() - self._received_at
+
+    def close(self) -> None:
+        """Close the connection; the other side sees it at once."""
+        self.closed = True
+        with suppress(OSError):  # it may be closed already
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+
+def failure_of(error: BaseException) -> Message:
+    """The message to the other ranks about an error that ends this one."""
+    if not isinstance(error, DoraError):
+        text = f"{type(error).__name__}: {error}"
+        return {"kind": "failed", "message": text, "exit_code": 1, "permanent": False}
+    return {
+        "kind": "failed",
+        "message": error.message,
+        "hint": error.hint,
+        "exit_code": error.exit_code,
+        "permanent": error.permanent,
+    }
+
+
+def trouble(peer: Peer, link: Link) -> RankError | None:
+    """The error that keeps this rank from going on with that one, if there is one."""
+    if link.failure is not None:
+        error = RankError(
+            f"{peer} failed: {link.failure['message']}", hint=link.failure.get("hint")
+        )
+        error.exit_code = int(link.failure["exit_code"])
+        error.permanent = bool(link.failure["permanent"])
+        return error
+    hint = "What was committed is safe: start the trainer again, it goes on where the ledger ends."
+    if link.silent_for > link.timeout and not link.closed:
+        link.hung = True  # and stays so: a rank that is killed for it did not end by itself
+    if link.hung:
+        return RankError(
+            f"{peer} has been silent for {link.silent_for:.0f} s (trainer.rank_timeout_seconds = "
+            f"{link.timeout:g}): it hangs, or its machine is unreachable",
+            hint=hint,
+        )
+    if link.closed:
+        return RankError(f"{peer} ended without a word: it was killed, or crashed", hint=hint)
+    return None
+
+
+def end_silent(peer: Peer, link: Link) -> None:
+    """Kill a rank of this machine that hangs. As long as its connection is open, so is its pid."""
+    if (
+        link.hung
+        and not link.closed
+        and peer.host == socket.gethostname()
+        and peer.pid != os.getpid()
+    ):
+        with suppress(ProcessLookupError):  # it may end this very moment
+            os.kill(peer.pid, signal.SIGKILL)
+
+
+class Watch:
+    """Sends beats to all peers, and ends this process `grace` seconds after one of them is lost.
+
+    Usually the main thread notices by itself, reports it and ends in order. A collective operation
+    whose peer is gone may never return, though; then `end` is called with the error and must end
+    the process.
+    """
+
+    def __init__(
+        self,
+        links: Mapping[Peer, Link],
+        timeout: float,
+        grace: float,
+        end: Callable[[RankError], None],
+    ) -> None:
+        self._links = links
+        self._grace = grace
+        self._end = end
+        self._interval = min(_LONGEST_BEAT, timeout / 5)
+        self._stopped = threading.Event()
+        self._lost_at: float | None = None
+        self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._stopped.set()
+        self._thread.join(self._interval + 1.0)  # a daemon: it holds nothing up
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval):
+            for link in self._links.values():
+                link.send({"kind": "beat"})
+            error = first_trouble(self._links)
+            if error is None:
+                continue
+            for peer, link in self._links.items():
+                end_silent(peer, link)
+            now = time.monotonic()
+            self._lost_at = self._lost_at or now
+            if now - self._lost_at > self._grace:
+                self._end(error)
+
+
+def first_trouble(links: Mapping[Peer, Link]) -> RankError | None:
+    """Trouble with any peer. A peer that reported why it failed comes before those that were lost
+    with it."""
+    errors = [(link, trouble(peer, link)) for peer, link in links.items()]
+    found = [(link.failure is None, error) for link, error in errors if error is not None]
+    return min(found, key=lambda each: each[0])[1] if found else None
+
+
+class Ranks:
+    """The other ranks, as one of them sees them."""
+
+    def __init__(
+        self, config: Config, store: "torch.distributed.Store", rank: int, world: int
+    ) -> None:
+        self.rank, self.world = rank, world
+        self.timeout = config.trainer.rank_timeout_seconds
+        self.store = store
+        self._links: dict[Peer, Link] = {}
+        self._watch: Watch
+
+    def _start_watch(self) -> None:
+        self._watch = Watch(self._links, self.timeout, GRACE_SECONDS, _end)
+
+    def check(self, seconds: float = 0.0) -> None:
+        """RankError if another rank is lost, or turns out to be lost in the next `seconds`."""
+        self._raise_trouble(seconds, None)
 
     def blame(self, error: BaseException) -> None:
         """Raise RankError if `error` comes from another rank's end."""
+        self._raise_trouble(_BLAME_SECONDS, error)
+
+    def _raise_trouble(self, seconds: float, cause: BaseException | None) -> None:
+        until = time.monotonic() + seconds
+        while (trouble := first_trouble(self._links)) is None and time.monotonic() < until:
+            time.sleep(0.05)
+        if trouble is not None:
+            raise trouble from cause
+
+    def send_failure(self, error: BaseException) -> None:
+        """Send the error that ends this process to the others."""
+        for link in self._links.values():
+            link.send(failure_of(error))
+
+    def close(self) -> None:
+        """Leave the others."""
+        self._watch.stop()
+        for peer, link in self._links.items():
+            end_silent(peer, link)
+        self._wait_for_end()
+        for link in self._links.values():
+            link.close()
+
+    def _wait_for_end(self) -> None:
+        """Wait until the others may be left."""
 
 
 def launched() -> bool:
@@ -61,7 +293,7 @@ def launched() -> bool:
 
 
 def join(config: Config) -> "Leader | Member":
-    """Meet the other ranks. The launcher says who is who: RANK, WORLD_SIZE, MASTER_ADDR and
+    """Meet the other ranks. The launcher sets who is which rank: RANK, WORLD_SIZE, MASTER_ADDR and
     MASTER_PORT. RankError, naming who is missing, after `trainer.rank_timeout_seconds`."""
     import torch
 
@@ -111,32 +343,29 @@ def _end(error: RankError) -> None:
     os._exit(error.exit_code)
 
 
-class Leader:
+class Leader(Ranks):
     """Rank 0's side."""
 
     def __init__(
         self, config: Config, store: "torch.distributed.Store", world: int, host: str
     ) -> None:
-        self.rank, self.world = 0, world
-        self.timeout = config.trainer.rank_timeout_seconds
-        self.store = store
+        super().__init__(config, store, 0, world)
         self.complete = False
-        """Whether the run is complete: what the others are told when they are let go."""
-        self._links: dict[Peer, Link] = {}
+        """Whether the run is complete; sent to the others at the end."""
         address = "127.0.0.1" if host in _LOCAL else ""
         with socket.create_server((address, 0)) as server:
             token = secrets.token_hex(16)
             store.set("links", f"{server.getsockname()[1]} {token}")
             self._admit(server, token, _digest(config))
-        self._watch = Watch(self._links, self.timeout, GRACE_SECONDS, _end)
+        self._start_watch()
 
     def _admit(self, server: socket.socket, token: str, digest: str) -> None:
         until = time.monotonic() + self.timeout
         server.settimeout(_TURN_SECONDS)
-        joined: dict[int, Peer] = {}
-        while len(joined) < self.world - 1:
+        while len(self._links) < self.world - 1:
             if time.monotonic() > until:
-                absent = missing(range(1, self.world), joined)
+                joined = {peer.rank for peer in self._links}
+                absent = ", ".join(str(rank) for rank in range(1, self.world) if rank not in joined)
                 raise RankError(
                     f"rank {absent} of {self.world} did not join in {self.timeout:g} s",
                     hint="Its own output says why. trainer.rank_timeout_seconds is how long ranks "
@@ -153,68 +382,43 @@ class Leader:
                 continue
             peer = Peer(int(hello["rank"]), self.world, str(hello["host"]), int(hello["pid"]))
             self._links[peer] = link
-            joined[peer.rank] = peer
             if hello["digest"] != digest:
-                raise self.failed(
-                    RankError(
-                        f"{peer} was started with another configuration than rank 0",
-                        hint="Start every rank with the same file and the same --set.",
-                    )
+                error = RankError(
+                    f"{peer} was started with another configuration than rank 0",
+                    hint="Start every rank with the same file and the same --set.",
                 )
+                self.send_failure(error)
+                raise error
             link.send({"kind": "welcome", "host": socket.gethostname(), "pid": os.getpid()})
 
-    def order(self, kind: str, **content: Any) -> None:
-        """Tell all others what comes next. RankError if one of them is lost."""
-        self.check()
-        for link in self._links.values():
-            link.send({"kind": kind, **content})
-
-    def order_each(self, kind: str, shared: Message, shares: Sequence[Any]) -> None:
-        """The same, with a share for each rank (rank 0's is not sent)."""
+    def order(self, kind: str, shares: Sequence[Any] | None = None, **content: Any) -> None:
+        """Order all others what comes next, each with its own of `shares` (by rank) if given.
+        RankError if one of them is lost."""
         self.check()
         for peer, link in self._links.items():
-            link.send({"kind": kind, **shared, "share": shares[peer.rank]})
-
-    def check(self, seconds: float = 0.0) -> None:
-        """RankError if another rank is lost, or turns out to be so in the next `seconds`."""
-        error = _trouble_within(self._links, seconds)
-        if error is not None:
-            raise error
-
-    def blame(self, error: BaseException) -> None:
-        """Raise RankError if `error` comes from another rank's end."""
-        _blame(self._links, error)
-
-    def failed(self, error: BaseException) -> Any:
-        """Tell the others about the error that ends this process; returns it."""
-        for link in self._links.values():
-            link.send(failure_of(error))
-        return error
+            own = {} if shares is None else {"share": shares[peer.rank]}
+            link.send({"kind": kind, **content, **own})
 
     def close(self) -> None:
         """Let the others go; they end by themselves."""
         for link in self._links.values():
             link.send({"kind": "stop", "complete": self.complete})
-        self._watch.stop()
-        for peer, link in self._links.items():
-            end_silent(peer, link)
+        super().close()
+
+    def _wait_for_end(self) -> None:
         until = time.monotonic() + GRACE_SECONDS
         # the store lives in this process: the others go first
         while time.monotonic() < until and not all(link.closed for link in self._links.values()):
             time.sleep(0.02)
-        for link in self._links.values():
-            link.close()
 
 
-class Member:
+class Member(Ranks):
     """Another rank's side."""
 
     def __init__(
         self, config: Config, store: "torch.distributed.Store", rank: int, world: int, host: str
     ) -> None:
-        self.rank, self.world = rank, world
-        self.timeout = config.trainer.rank_timeout_seconds
-        self.store = store
+        super().__init__(config, store, rank, world)
         port, token = store.get("links").decode().split()
         try:
             connection = socket.create_connection((host, int(port)), self.timeout)
@@ -237,50 +441,20 @@ class Member:
             raise RankError(str(failure["message"]))
         leader = Peer(0, world, str(welcome["host"]), int(welcome["pid"]))
         self._links = {leader: self._link}
-        self._watch = Watch(self._links, self.timeout, GRACE_SECONDS, _end)
+        self._start_watch()
 
     def next_order(self) -> Message:
-        """Wait for rank 0's word, as long as it lives. RankError if it is lost."""
+        """Wait for rank 0's next order, as long as it lives. RankError if it is lost."""
         while True:
             order = self._link.receive(_TURN_SECONDS)
             if order is not None and order["kind"] != "failed":
                 return order
-            error = first_trouble(self._links)
-            if error is not None:
-                raise error
-
-    def blame(self, error: BaseException) -> None:
-        """Raise RankError if `error` comes from another rank's end."""
-        _blame(self._links, error)
-
-    def failed(self, error: BaseException) -> None:
-        """Tell rank 0 about the error that ends this process."""
-        self._link.send(failure_of(error))
-
-    def close(self) -> None:
-        """Leave."""
-        self._watch.stop()
-        for peer, link in self._links.items():
-            end_silent(peer, link)
-        self._link.close()
-
-
-def _blame(links: dict[Peer, Link], error: BaseException) -> None:
-    trouble = _trouble_within(links, _BLAME_SECONDS)
-    if trouble is not None:
-        raise trouble from error
-
-
-def _trouble_within(links: dict[Peer, Link], seconds: float) -> RankError | None:
-    until = time.monotonic() + seconds
-    while (trouble := first_trouble(links)) is None and time.monotonic() < until:
-        time.sleep(0.05)
-    return trouble
+            self.check()
 
 
 @contextmanager
 def joined(config: Config) -> Iterator["Leader | Member | None"]:
-    """The other ranks, if a launcher started several; they learn how this one ended."""
+    """The other ranks, if a launcher started several. They are told how this one ended."""
     if not launched():
         yield None
         return
@@ -288,7 +462,7 @@ def joined(config: Config) -> Iterator["Leader | Member | None"]:
     try:
         yield ranks
     except Exception as error:
-        ranks.failed(error)
+        ranks.send_failure(error)
         raise
     finally:
         ranks.close()
@@ -296,7 +470,8 @@ def joined(config: Config) -> Iterator["Leader | Member | None"]:
 
 @contextmanager
 def together(ranks: Ranks | None) -> Iterator[None]:
-    """Around a collective operation: names the rank that it failed because of."""
+    """Around a collective operation: if it fails because a rank was lost, the error names that
+    rank."""
     try:
         yield
     except RuntimeError as error:  # torch has no class of its own for a lost peer

@@ -1,7 +1,7 @@
-"""The trainer process: threads, determinism, distributed set-up, DeepSpeed's settings.
+"""Setting torch and DeepSpeed up for training: threads, determinism, process group, settings.
 
-Invariant: everything here is done before the first tensor is made, and in deterministic mode the
-same inputs give the same bits: fixed seed, one thread count, deterministic kernels.
+This is done before the first tensor is made. In deterministic mode the same inputs give the same
+bits: fixed seed, one thread count, deterministic kernels.
 """
 
 import logging

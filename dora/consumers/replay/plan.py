@@ -1,8 +1,7 @@
 """What a replay has to train: which steps, from where, and whether the log still holds them.
 
-Invariant: a plan that exists can be carried out as far as the log and the run's directory go:
-every trajectory of its steps is there, and the checkpoint that it begins at is whole. Nothing is
-written.
+A plan is made only if every trajectory of its steps is in the log and the checkpoint that it begins
+at is intact. Nothing is written.
 """
 
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from dora.bus.settings import ClusterSettings
 from dora.config import Config
 from dora.consumers.trainer.checkpoints import Checkpoints
-from dora.errors import RunError, UsageError, WeightsError
+from dora.errors import RunError, UsageError
 from dora.log.retention import deleted, span
 from dora.log.run_log import RunLog
 from dora.schemas.records import Step
@@ -37,7 +36,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ReplayPlan:
     """Train `steps` from `base`; those from step `first` on were asked for. `passed_over` says
     which checkpoints could not be used, and why."""
 
@@ -87,7 +86,7 @@ def make_plan(
     last: int,
     *,
     checkpoints: bool = True,
-) -> Plan:
+) -> ReplayPlan:
     """The plan for steps `first` to `last` of the run (see `RunLog.span`), from the nearest
     checkpoint before them or, without `checkpoints`, from version 0. If `first` is the one after
     `last`, it is the plan for the way to version `last`.
@@ -100,11 +99,14 @@ def make_plan(
     if config.trainer.ranks > 1 and checkpoints:
         passed_over.append(f"checkpoints of {config.trainer.ranks} ranks are no use to one process")
         checkpoints = False
-    bases = [_starting(run), *(_at_hand(run, held) if checkpoints else ())]
-    base = _nearest_whole(held, bases, first - 1, passed_over)
+    bases = [_starting(run), *(_on_disk(run, held) if checkpoints else ())]
+    by_name = {base.checkpoint: base for base in bases if base.version < first and base.checkpoint}
+    name, damaged = held.newest_intact(list(by_name))
+    passed_over += [f"checkpoint {n} is not whole: {reason}" for n, reason in damaged.items()]
+    base = bases[0] if name is None else by_name[name]
     needed = [step for step in run.steps if base.version < step.version_out <= last]
     _check_kept(run, settings, needed, bases, last)
-    return Plan(base, first, needed, tuple(passed_over))
+    return ReplayPlan(base, first, needed, tuple(passed_over))
 
 
 def _check_continuous(run: RunLog) -> None:
@@ -122,7 +124,7 @@ def _starting(run: RunLog) -> Base:
     return Base(0, None, None, None if policy is None else policy.weights_checksum)
 
 
-def _at_hand(run: RunLog, held: Checkpoints) -> list[Base]:
+def _on_disk(run: RunLog, held: Checkpoints) -> list[Base]:
     """The checkpoints that are there, oldest first, whole or not."""
     there = held.names()
     return [
@@ -130,20 +132,6 @@ def _at_hand(run: RunLog, held: Checkpoints) -> list[Base]:
         for step in run.steps
         if step.checkpoint is not None and step.checkpoint in there
     ]
-
-
-def _nearest_whole(
-    held: Checkpoints, bases: Sequence[Base], version: int, passed_over: list[str]
-) -> Base:
-    for base in reversed([base for base in bases[1:] if base.version <= version]):
-        assert base.checkpoint is not None
-        try:
-            held.verify(base.checkpoint)
-        except WeightsError as error:
-            passed_over.append(f"checkpoint {base.checkpoint} is not whole: {error.message}")
-        else:
-            return base
-    return bases[0]
 
 
 def _check_kept(

@@ -1,9 +1,8 @@
 """Training logged steps again, without generating anything.
 
-Invariant: nothing is written, neither to the log nor to the run's directory, so that a run that is
-going on may be replayed beside it. A replay with the recorded settings does what the trainer did,
-with exactly the groups of each ledger entry in their order; what comes out is compared with the
-ledger, metric by metric and weights by checksum, and no difference is passed over.
+Nothing is written, neither to the log nor to the run's directory, so a run that is going on may be
+replayed. A replay with the recorded settings trains exactly the groups of each ledger entry in
+their order and compares the metrics and the weights' checksums with the ledger.
 """
 
 import logging
@@ -17,14 +16,14 @@ from typing import Any
 from dora.bus.reader import LogReader
 from dora.bus.settings import ClusterSettings
 from dora.config import Config
-from dora.consumers.learner.base import Learning, create_learner, starting_model
+from dora.consumers.learner.learner import Learner, create_learner, starting_model
 from dora.consumers.replay.metrics import Difference, FirstDifference, ReplayedStep, compared, same
-from dora.consumers.replay.plan import Plan, make_plan
-from dora.consumers.trainer.recovery import fetch_steps, largest_difference, samples_of_step
+from dora.consumers.replay.plan import ReplayPlan, make_plan
+from dora.consumers.trainer.recovery import difference_to_published, redo_step
 from dora.errors import PolicyError, RunError, WeightsError
 from dora.log.run_log import RunLog
-from dora.schemas.records import Step
-from dora.weights.store import WeightStore
+from dora.log.trained_records import Place, fetch_steps
+from dora.schemas.records import Step, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +138,7 @@ class _Replay:
         run: RunLog,
         config: Config,
         settings: ClusterSettings,
-        plan: Plan,
+        plan: ReplayPlan,
         what_if: Config | None,
         sets: Sequence[str],
         deadline: float,
@@ -159,7 +158,7 @@ class _Replay:
         self._first: FirstDifference | None = None
         self._loading = 0.0
         self._config = self._recorded
-        self._learner: Learning
+        self._learner: Learner
 
     def carry_out(self) -> ReplayReport:
         """Train everything and report."""
@@ -172,10 +171,10 @@ class _Replay:
         checksum = self._learner.weights_checksum()
         self._compare_weights(plan.base.version, plan.base.expected, checksum)
         begin, before = time.monotonic(), self._loading
-        for step, groups in self._fetched():
+        for step, records in self._fetched():
             if self._what_if is not None and step.version_out == plan.first:
                 self._change(self._what_if)
-            checksum = self._train(step, groups)
+            checksum = self._train(step, records)
         seconds = time.monotonic() - begin - (self._loading - before)
         return ReplayReport(
             run=self._run.run,
@@ -221,7 +220,7 @@ class _Replay:
             self._learner.load_checkpoint(Path(name))
         self._loading += time.monotonic() - begin
 
-    def _fetched(self) -> Iterator[tuple[Step, dict[tuple[int, int], Any]]]:
+    def _fetched(self) -> Iterator[tuple[Step, dict[Place, Trajectory]]]:
         topic = self._run.topics.trajectories
         with LogReader(self._settings, client_id=f"{self._run.run}.replay") as reader:
             for steps in batches(self._plan.steps):
@@ -229,21 +228,18 @@ class _Replay:
                 for step in steps:
                     yield step, records
 
-    def _train(self, step: Step, records: dict[tuple[int, int], Any]) -> str:
-        groups = samples_of_step(step, records, self._learner.vocabulary, self._config)
-        begin = time.monotonic()
-        metrics = self._learner.update(groups, step.version_in)
-        seconds = time.monotonic() - begin
+    def _train(self, step: Step, records: dict[Place, Trajectory]) -> str:
+        redone = redo_step(step, records, self._learner, self._config)
         checksum = self._learner.weights_checksum()
         result = ReplayedStep(
             step=step.version_out,
             asked=step.version_out >= self._plan.first,
-            trajectories=sum(len(group) for group in groups),
+            trajectories=redone.trajectories,
             recorded=compared(step.metrics),
-            replayed=compared(metrics),
+            replayed=compared(redone.metrics),
             recorded_checksum=step.weights_checksum,
             checksum=checksum,
-            seconds=seconds,
+            seconds=redone.seconds,
         )
         self._results.append(result)
         if self._what_if is None or not result.asked:
@@ -273,12 +269,9 @@ class _Replay:
         policy = self._run.policies.get(version)
         if policy is None or self._config.trainer.engine == "emulated":
             return None, None
-        from dora.weights.tensors import read_tensors  # torch, which takes seconds to import
-
         with tempfile.TemporaryDirectory(prefix="dora-replay-") as cache:
             try:
-                stored = WeightStore.of(self._config).fetch(policy, Path(cache))
-                return largest_difference(self._learner.export_state(), read_tensors(stored))
+                return difference_to_published(self._learner, policy, self._config, Path(cache))
             except (WeightsError, RunError) as error:
                 self._notes.append(f"version {version} cannot be compared: {error.message}")
                 return None, None

@@ -1,19 +1,25 @@
-"""Which groups the trainer trains next, and which it sets aside.
+"""From trajectories that were read to the next batch: which groups the trainer trains next, which
+it sets aside, and the wait until a batch is admissible.
 
-Invariant: every group that is complete is either a candidate for a batch or set aside for a reason;
-none is forgotten. Samples are kept for outstanding groups only, so memory is bounded by the window.
+Every complete group is either a candidate for a batch or set aside for a reason. Samples are kept
+for outstanding groups only, so memory is bounded by the window.
 """
 
-from collections.abc import Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from dora.config import Config
 from dora.config.trainer import LossSection
 from dora.consumers.learner.batches import Sample, group_samples
+from dora.consumers.learner.learner import Learner
+from dora.consumers.trainer.heartbeat import Heartbeat
 from dora.core.groups import has_signal
 from dora.core.state import Group, RunState, finished_facts
 from dora.core.streaming import next_group
 from dora.core.window import Blocked, Candidate, pick_batch
-from dora.errors import RecordError
+from dora.errors import DeadlineError, RecordError
 from dora.schemas.records import GroupRef, SampleRef, Step, Trajectory, unpack_tokens
 
 NO_SIGNAL = "no_signal"
@@ -21,7 +27,7 @@ _LONGEST_REASON = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class ReadyGroup:
     """A group that can be trained: where it lies in the log, and its samples in order."""
 
     ref: GroupRef
@@ -30,13 +36,13 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the trainer can do now: train `batch` (empty if `blocked` says why not), or take the
-    `following` group of a streamed step, and set groups aside."""
+    """What the trainer can do now: train `batch` (empty if `blocked` says why not), compute on the
+    `next_group` of a streamed step, and set groups aside."""
 
-    batch: tuple[Prepared, ...]
+    batch: tuple[ReadyGroup, ...]
     set_aside: tuple[GroupRef, ...]
     blocked: Blocked | None
-    following: Prepared | None = None
+    next_group: ReadyGroup | None = None
 
 
 def prepare_samples(
@@ -80,9 +86,9 @@ def group_ref(group: Group, reason: str | None = None) -> GroupRef:
     return GroupRef(group.group_id, group.ordinal, group.version, samples, short)
 
 
-class Planner:
-    """Holds the samples of outstanding groups and decides over `state`; with `mixed`, trajectories
-    may be of several versions."""
+class BatchBuilder:
+    """Holds the samples of outstanding groups and decides over the run's `state`. With `mixed`,
+    trajectories may be of several versions."""
 
     def __init__(
         self, state: RunState, settings: LossSection, vocabulary: int, *, mixed: bool = False
@@ -92,22 +98,22 @@ class Planner:
         self._settings = settings
         self._vocabulary = vocabulary
         self._trajectories: dict[str, dict[tuple[int, int], Trajectory]] = {}  # by group
-        self._ready: dict[str, Prepared] = {}
+        self._ready: dict[str, ReadyGroup] = {}
         self._set_aside: dict[str, GroupRef] = {}
 
-    def take(self, trajectory: Trajectory, partition: int, offset: int) -> None:
-        """A trajectory of a training group was read.
+    def add_trajectory(self, trajectory: Trajectory, partition: int, offset: int) -> None:
+        """A trajectory of a training group was read at this place of the log.
 
         One whose group is not admitted yet may turn out to be a duplicate or foreign: it is kept
-        until its group is complete or its version leaves the window. None of a version that this
-        trainer has not made can ever count, so none is kept.
+        until its group is complete or its version leaves the window. One of a version that this
+        trainer has not made can never count and is not kept.
         """
         outcome = self._state.finish(finished_facts(trajectory, partition, offset))
         if outcome in ("counted", "unknown") and trajectory.policy_version <= self._state.newest:
             kept = self._trajectories.setdefault(trajectory.group_id, {})
             kept[partition, offset] = trajectory
 
-    def decide(self) -> Decision:
+    def next_batch(self) -> Decision:
         """Judge new complete groups and pick a batch if one is admissible."""
         state = self._state
         candidates, outstanding, aside = self._view()
@@ -116,13 +122,13 @@ class Planner:
             return Decision((), aside, picked)
         return Decision(tuple(self._ready[c.group_id] for c in picked), aside, None)
 
-    def stream(self, taken: Sequence[Prepared]) -> Decision:
-        """Judge new complete groups and pick the one to take next, if one may be, in a step that
-        has `taken` groups; these are the batch if it is complete."""
+    def next_streamed(self, taken: Sequence[ReadyGroup]) -> Decision:
+        """Judge new complete groups and pick the next one of a streamed step that has computed on
+        the `taken` groups; if the step is complete, these are its batch."""
         state = self._state
         candidates, outstanding, aside = self._view()
         by_id = {candidate.group_id: candidate for candidate in candidates}
-        held = [by_id[prepared.ref.group_id] for prepared in taken]
+        held = [by_id[group.ref.group_id] for group in taken]
         picked = next_group(
             state.window, state.newest, held, candidates, outstanding, state.known_to
         )
@@ -165,23 +171,23 @@ class Planner:
             except RecordError as error:
                 reason = f"invalid: {error.message}"
             else:
-                self._ready[group.group_id] = Prepared(group_ref(group), samples)
+                self._ready[group.group_id] = ReadyGroup(group_ref(group), samples)
                 return
         self._set_aside[group.group_id] = group_ref(group, reason)
 
-    def probes(self, batch: Iterable[Prepared], limit: int) -> list[Sample]:
-        """Up to `limit` samples of the current version that are at hand but not in `batch`."""
-        taken = {prepared.ref.group_id for prepared in batch}
+    def probes(self, batch: Iterable[ReadyGroup], limit: int) -> list[Sample]:
+        """Up to `limit` samples of the current version that are ready but not in `batch`."""
+        taken = {group.ref.group_id for group in batch}
         found = [
             sample
-            for prepared in self._ready.values()
-            if prepared.ref.version == self._state.newest and prepared.ref.group_id not in taken
-            for sample in prepared.samples
+            for group in self._ready.values()
+            if group.ref.version == self._state.newest and group.ref.group_id not in taken
+            for sample in group.samples
         ]
         return found[:limit]
 
-    def committed(self, step: Step) -> None:
-        """Forget what `step`, which `state` holds already, took."""
+    def drop_committed(self, step: Step) -> None:
+        """Forget the groups of a committed `step`, which `state` holds already."""
         for ref in (*step.trained, *step.set_aside):
             self._ready.pop(ref.group_id, None)
             self._set_aside.pop(ref.group_id, None)
@@ -192,12 +198,12 @@ class Planner:
                 del self._trajectories[group_id]
 
     @property
-    def kept(self) -> int:
-        """Trajectories held in memory, ready groups aside."""
+    def kept_trajectories(self) -> int:
+        """Number of trajectories held in memory, without those of ready groups."""
         return sum(map(len, self._trajectories.values()))
 
-    def waiting_for(self) -> str:
-        """What is outstanding, for people: by version, groups complete and missing samples."""
+    def outstanding_text(self) -> str:
+        """What is outstanding, in words: groups and unfinished trajectories by version."""
         parts = []
         for version, count in sorted(self._state.outstanding.items()):
             missing = sum(
@@ -207,3 +213,111 @@ class Planner:
             )
             parts.append(f"version {version}: {count} groups, {missing} trajectories unfinished")
         return "; ".join(parts) or "no group is outstanding"
+
+
+SET_ASIDE_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class PolledBatch:
+    """A batch to be trained."""
+
+    decision: Decision
+    computed_seconds: float = 0.0
+    """Spent on the groups of a streamed step already."""
+    streamed_seconds: float = 0.0
+    """The part of it that was spent before the last group was taken."""
+
+
+class BatchPoller:
+    """Polls the log until a step can be trained, sends heartbeats meanwhile, and sets groups aside
+    that would fill the window. It waits for a bounded time and then says what is missing.
+
+    `poll` reads the log for at most so many seconds, `check` raises where the trainer cannot go on,
+    and `set_aside` commits that groups are set aside.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        builder: BatchBuilder,
+        state: RunState,
+        heartbeat: Heartbeat,
+        *,
+        poll: Callable[[float], None],
+        check: Callable[[], None],
+        set_aside: Callable[[tuple[GroupRef, ...]], None],
+    ) -> None:
+        self._timeout = config.trainer.batch_timeout_seconds
+        self._builder = builder
+        self._state = state
+        self._heartbeat = heartbeat
+        self._poll = poll
+        self._check = check
+        self._set_aside = set_aside
+
+    def wait_for_batch(self, stop: threading.Event) -> PolledBatch | None:
+        """Poll until a batch is admissible; None if `stop` was set first.
+
+        Raises DeadlineError after `trainer.batch_timeout_seconds`.
+        """
+        decision = self._poll_until(stop, self._builder.next_batch)
+        return None if decision is None else PolledBatch(decision)
+
+    def stream_batch(self, stop: threading.Event, learner: Learner) -> PolledBatch | None:
+        """Compute on groups as they finish, until they are a batch; None if `stop` was set first.
+        What was computed by then is lost, and nothing else: nothing of it is committed.
+
+        Raises DeadlineError if there is no next group for `trainer.batch_timeout_seconds`, and what
+        `learner` raises.
+        """
+        taken: list[ReadyGroup] = []
+        computed = last = 0.0
+        learner.begin(self._state.newest)
+        while True:
+            decision = self._poll_until(stop, lambda: self._builder.next_streamed(taken))
+            if decision is None:
+                return None
+            if decision.next_group is None:
+                return PolledBatch(decision, computed, computed - last)
+            began = time.monotonic()
+            learner.add(decision.next_group.samples)
+            taken.append(decision.next_group)
+            last = time.monotonic() - began
+            computed += last
+
+    def _poll_until(self, stop: threading.Event, decide: Callable[[], Decision]) -> Decision | None:
+        since = aside_at = time.monotonic()
+        decided_on: tuple[int, int, int, int] | None = None
+        decision = None
+        self._poll(0.0)
+        while not stop.is_set():
+            self._check()
+            state = self._state
+            known = (state.newest, state.complete_total, state.outstanding_total, state.known_to)
+            # Records of trajectories come by the thousand, and few of them complete a group.
+            if decision is None or known != decided_on:
+                decision, decided_on = decide(), known
+            if decision.blocked is None:
+                return decision
+            now = time.monotonic()
+            if decision.set_aside and now - aside_at >= SET_ASIDE_SECONDS:
+                # Committed by itself, or an environment where all fails would fill the window.
+                self._set_aside(decision.set_aside)
+                aside_at = now
+                continue
+            if now - since > self._timeout:
+                raise DeadlineError(
+                    f"no batch became admissible in {self._timeout:g} s at version "
+                    f"{self._state.newest}: {decision.blocked.reason} "
+                    f"({self._builder.outstanding_text()})",
+                    hint="See which processes live with `dora status`; a longer wait is "
+                    "trainer.batch_timeout_seconds.",
+                )
+            self._heartbeat.metrics = {
+                "outstanding": float(self._state.outstanding_total),
+                "complete_groups": float(self._state.complete_total),
+            }
+            self._heartbeat.say("waiting", decision.blocked.reason)
+            self._poll(SET_ASIDE_SECONDS)
+        return None

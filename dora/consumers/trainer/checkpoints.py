@@ -1,15 +1,15 @@
 """Full training checkpoints in the run's directory.
 
-Invariant: a checkpoint that has its name is complete and on disk, with a manifest by which damage
-is noticed before anything of it is loaded. Whether it counts is said by the ledger alone: one that
-no committed step names is an orphan and is removed at the next start.
+A checkpoint that has its name is complete and on disk, with a manifest that shows damage before
+anything of it is loaded. Only those count that a committed step names; others are removed at the
+next start.
 """
 
 import json
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from dora.errors import WeightsError
@@ -56,7 +56,7 @@ class Checkpoints:
             shutil.rmtree(staging, ignore_errors=True)
 
     def path(self, name: str) -> Path:
-        """Directory of a checkpoint; WeightsError if `name`, which comes from the log, is none."""
+        """Directory of a checkpoint; WeightsError if `name` (from the log) is not one."""
         if not _NAME.fullmatch(name):
             raise WeightsError(f"the ledger names {name!r}, which is no checkpoint")
         return self.directory / name
@@ -70,6 +70,18 @@ class Checkpoints:
         except (OSError, ValueError, TypeError) as error:
             raise WeightsError(f"{path / _MANIFEST} cannot be read: {error}") from error
         verify(path, files)
+
+    def newest_intact(self, names: Sequence[str]) -> tuple[str | None, dict[str, str]]:
+        """The last of `names` that is as it was written, and why those after it are not."""
+        damaged: dict[str, str] = {}
+        for name in reversed(names):
+            try:
+                self.verify(name)
+            except WeightsError as error:
+                damaged[name] = error.message
+            else:
+                return name, damaged
+        return None, damaged
 
     def names(self) -> set[str]:
         """Names of the checkpoints that are there."""

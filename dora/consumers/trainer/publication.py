@@ -1,7 +1,8 @@
-"""What a step leaves on disk and announces: weights, checkpoint, policy record.
+"""What a step leaves on disk and announces: weights, checkpoint, policy record; and which of it is
+kept.
 
-Invariant: weights and checkpoint are complete on disk before the record that names them is made,
-and only those are removed that no committed record names, or that are older than what is kept.
+Weights and checkpoint are complete on disk before the record that names them is made. Removed are
+only those that no committed record names, or that are older than what is kept.
 """
 
 import json
@@ -14,17 +15,18 @@ import numpy as np
 
 from dora import faults
 from dora.bus.reader import LogReader
+from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.config import Config
-from dora.consumers.learner.base import Learning
+from dora.consumers.learner.learner import Learner
 from dora.consumers.trainer.checkpoints import Checkpoints, checkpoint_name
-from dora.consumers.trainer.weight_users import WeightUsers
 from dora.core.ring import slot_partitions
-from dora.core.weight_keeping import needless
-from dora.core.window import Window
+from dora.core.weight_keeping import WeightUser, needless, weight_user
+from dora.errors import DeadlineError
 from dora.log.inputs import fingerprints
 from dora.log.ledger import History
-from dora.schemas.records import Policy, SlotOffset, pack_logprobs, pack_tokens
+from dora.log.presence import recent_statuses
+from dora.schemas.records import Policy, SlotOffset, Status, pack_logprobs, pack_tokens
 from dora.weights.adapters import write_adapter, write_adapter_config
 from dora.weights.canary import canary_tokens
 from dora.weights.models import copy_companions
@@ -34,13 +36,59 @@ from dora.weights.store import Published, WeightStore, name_of
 log = logging.getLogger(__name__)
 
 
+READ_SECONDS = 30.0
+
+
+class WeightUsers:
+    """Which versions the workers of a run host, await or load, by their statuses in the workers
+    topic. At the start all that the topic holds count as just received, so that no live worker is
+    taken for a lost one."""
+
+    def __init__(self, config: Config, settings: ClusterSettings) -> None:
+        self._heartbeat_timeout = config.rollout.heartbeat_timeout_seconds
+        self._load_timeout = config.rollout.load_timeout_seconds
+        self._users: dict[str, WeightUser] = {}
+        self._reader = LogReader(settings, client_id="trainer-workers")
+        self._reader.assign(recent_statuses(self._reader, RunTopics(config.run.name)))
+
+    def read(self) -> list[WeightUser] | None:
+        """Read the statuses up to the topic's end; returns every worker that may still use weights,
+        None if Kafka did not answer in time."""
+        try:
+            for message in self._reader.read_to_end(READ_SECONDS):
+                if isinstance(message.value, Status):
+                    self._on_status(message.value)
+        except DeadlineError as error:
+            log.warning("no weights are deleted now: %s", error.message)
+            return None
+        now = time.monotonic()
+        self._users = {name: user for name, user in self._users.items() if user.until >= now}
+        return list(self._users.values())
+
+    def close(self) -> None:
+        """Close the connections to the cluster."""
+        self._reader.close()
+
+    def _on_status(self, status: Status) -> None:
+        user = weight_user(
+            status,
+            time.monotonic(),
+            heartbeat_timeout=self._heartbeat_timeout,
+            load_timeout=self._load_timeout,
+        )
+        if user is None:
+            self._users.pop(status.process, None)
+        else:
+            self._users[status.process] = user
+
+
 class Publisher:
-    """Publishes a learner's versions; `announced` records what was committed."""
+    """Publishes a learner's versions and prunes those that are not needed any more."""
 
     def __init__(
         self,
         config: Config,
-        learner: Learning,
+        learner: Learner,
         model: Path,
         reader: LogReader,
         history: History,
@@ -54,7 +102,6 @@ class Publisher:
         self._users = users
         self._progress = progress
         self._topics = RunTopics(config.run.name)
-        self._window = Window(config.window.max_staleness, config.window.groups_per_step)
         self._store = WeightStore.of(config)
         self._checkpoints = Checkpoints(config.run_directory / "checkpoints")
         self._checkpoint_names = list(history.checkpoints)
@@ -75,8 +122,8 @@ class Publisher:
             for topic in (topics.chunks, topics.trajectories)
             for index in slot_partitions(version, config.window.ring, config.kafka.lanes)
         ]
-        # Whatever concerns this version comes after it was announced: who starts later need not
-        # read these topics from their beginning.
+        # What concerns this version comes after its announcement, so a process that starts later
+        # need not read these topics from their beginning.
         slots += [(topics.dispatch, index) for index in range(config.kafka.dispatch_partitions)]
         slots.append((topics.steps, 0))
         offsets = self._reader.end_offsets(slots)
@@ -130,36 +177,35 @@ class Publisher:
         self._progress()
         return name
 
-    def announced(self, policy: Policy, checkpoint: str | None) -> None:
+    def record_committed(self, policy: Policy, checkpoint: str | None) -> None:
         """`policy` is committed, with `checkpoint` if one was written."""
         self._weight_names[policy.version] = name_of(policy.weights_uri)
         if checkpoint is not None:
             self._checkpoint_names.append(checkpoint)
 
     def prune(self, newest: int) -> None:
-        """Remove whatever is not kept with version `newest` committed, orphans of the versions up
-        to it included.
+        """Remove what is not kept once version `newest` is committed, orphans of versions up to it
+        included. Kept are weights by `dora.core.weight_keeping`, and the `trainer.keep_checkpoints`
+        newest checkpoints.
 
-        What is of a later version is left alone, even at the start: this trainer may have been
-        replaced without knowing it (it was suspended, say), and what it does not know may be what
-        the other one has committed. An orphan of a later version goes once its version is
-        committed. Which weights are kept says `dora.core.weight_keeping`; of the checkpoints, the
-        `trainer.keep_checkpoints` newest that are there.
+        Files of a later version are left alone, even at the start: this trainer may have been
+        replaced without knowing it (it was suspended, say), and the other one may have committed
+        them. An orphan of a later version is removed once its version is committed.
         """
         removed = self._prune_weights(newest)
-        at_hand = self._checkpoints.names() - self._damaged
-        self._checkpoint_names = [name for name in self._checkpoint_names if name in at_hand]
+        on_disk = self._checkpoints.names() - self._damaged
+        self._checkpoint_names = [name for name in self._checkpoint_names if name in on_disk]
         del self._checkpoint_names[: -self._config.trainer.keep_checkpoints]
         removed += self._checkpoints.keep_only(set(self._checkpoint_names), newest=newest)
         if removed:
             log.debug("removed %s", ", ".join(removed))
 
     def _prune_weights(self, newest: int) -> list[str]:
-        users = self._users.heard()
+        users = self._users.read()
         if users is None:
             return []
         config, now = self._config, time.monotonic()
-        staleness, keep = self._window.max_staleness, config.weights.keep
+        staleness, keep = config.window.max_staleness, config.weights.keep
         for version in needless(self._weight_names, newest, staleness, keep, users, now):
             del self._weight_names[version]
         return self._store.keep_only(set(self._weight_names.values()), newest=newest)
@@ -174,3 +220,6 @@ class Publisher:
     def discard(self, checkpoints: Collection[str]) -> None:
         """These checkpoints are damaged: the next `prune` removes them and keeps others."""
         self._damaged.update(checkpoints)
+
+
+log = logging.getLogger(__name__)

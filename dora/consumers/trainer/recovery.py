@@ -1,31 +1,31 @@
-"""Redoing committed steps from the log.
+"""Redoing committed steps from the log: `redo_step` for recovery, replay and `dora inspect`, and
+the trainer's recovery.
 
-Invariant: a redone step trains exactly the trajectories that its ledger entry names, by partition
-and offset, in the recorded order; its weights are compared with what was announced, and a
-difference that is not allowed is never passed over in silence. A checkpoint is loaded only if the
-ledger names it and all its bytes are as they were written.
+A redone step trains exactly the trajectories that its ledger entry names, by partition and offset,
+in the recorded order. Recovery compares its weights with the announced ones and loads a checkpoint
+only if the ledger names it and all its bytes are as they were written.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dora.bus.reader import LogReader, Unreadable
+from dora.bus.reader import LogReader
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.config import Config
 from dora.config.trainer import RecoverySection, TrainerSection
-from dora.consumers.learner.base import Learning
-from dora.consumers.learner.batches import Sample
-from dora.consumers.learner.sharding import Place
+from dora.consumers.learner.learner import Learner
 from dora.consumers.trainer.batch_builder import prepare_samples
 from dora.consumers.trainer.checkpoints import Checkpoints
-from dora.errors import BusError, DeadlineError, RunError, WeightsError
+from dora.errors import BusError, RunError, WeightsError
 from dora.log.ledger import History, whole_ledger
-from dora.schemas.records import GroupRef, Step, Trajectory
+from dora.log.trained_records import Place, fetch_steps, places_of
+from dora.schemas.records import GroupRef, Policy, Step, Trajectory
 from dora.telemetry.meter import meter
 from dora.weights.store import WeightStore
 
@@ -37,87 +37,37 @@ log = logging.getLogger(__name__)
 READ_SECONDS = 300.0
 """How long to wait for trajectories that are in the log."""
 
-FAR = 500
-"""Records that are read past rather than skipped with a new request."""
+
+@dataclass(frozen=True, slots=True)
+class RedoneStep:
+    """What training a step again gave. `seconds` is the training alone."""
+
+    metrics: dict[str, float]
+    trajectories: int
+    seconds: float
 
 
-def fetch_trajectories(
-    reader: LogReader, topic: str, places: Iterable[Place], deadline: float
-) -> dict[Place, Trajectory]:
-    """The trajectories at the given (partition, offset) places.
+def redo_step(
+    step: Step, records: Mapping[Place, Trajectory], learner: Learner, config: Config
+) -> RedoneStep:
+    """Train `step` again on exactly its trajectories, which `records` hold, in the recorded order.
 
-    `reader` is used for nothing else. Raises RunError if a place holds something else, BusError if
-    retention deleted it, DeadlineError (seconds) if the cluster does not deliver it.
+    RunError or RecordError if these are not what the ledger says; raises what `learner` raises.
     """
-    wanted: dict[int, set[int]] = {}
-    for partition, offset in places:
-        wanted.setdefault(partition, set()).add(offset)
-    found: dict[Place, Trajectory] = {}
-    until = time.monotonic() + deadline
-    reader.assign({(topic, partition): min(offsets) for partition, offsets in wanted.items()})
-    while wanted:
-        for message in reader.poll(timeout=0.5):
-            missing = wanted.get(message.partition)
-            if missing is None:
-                continue
-            if message.offset in missing:
-                if not isinstance(message.value, Trajectory):
-                    what = (
-                        f"cannot be read ({message.value.reason})"
-                        if isinstance(message.value, Unreadable)
-                        else f"holds a {type(message.value).__name__}"
-                    )
-                    raise RunError(f"{message.place}, which the ledger trained, {what}")
-                found[message.partition, message.offset] = message.value
-                missing.discard(message.offset)
-            if missing and message.offset > min(missing):
-                raise RunError(
-                    f"{topic} partition {message.partition} has no record at offset "
-                    f"{min(missing)}, which the ledger trained"
-                )
-            if not missing:
-                del wanted[message.partition]
-            elif min(missing) - message.offset > FAR:
-                reader.assign({(topic, message.partition): min(missing)})
-        if wanted and time.monotonic() > until:
-            partition, offsets = next(iter(wanted.items()))
-            raise DeadlineError(
-                f"{topic} partition {partition} offset {min(offsets)} did not arrive in "
-                f"{deadline:g} s"
-            )
-    return found
-
-
-def fetch_steps(
-    reader: LogReader, topic: str, steps: Iterable[Step], deadline: float
-) -> dict[Place, Trajectory]:
-    """The trajectories that `steps` trained; raises what `fetch_trajectories` raises."""
-    groups = [group for step in steps for group in places_of(step.trained)]
-    return fetch_trajectories(reader, topic, [p for group in groups for p in group], deadline)
-
-
-def places_of(refs: Iterable[GroupRef]) -> list[list[Place]]:
-    """Where the samples of each group lie, in the order in which they are trained."""
-    return [[(sample.partition, sample.offset) for sample in ref.samples] for ref in refs]
-
-
-def samples_of_step(
-    step: Step, records: Mapping[Place, Trajectory], vocabulary: int, config: Config
-) -> list[tuple[Sample, ...]]:
-    """The groups that `step` trained, in the recorded order; `records` hold their trajectories."""
     newest = step.version_in if config.schedule.kind == "partial" else None
-    settings = config.trainer.loss
-    return [
-        prepare_samples(_trajectories_of(ref, records), ref.version, vocabulary, settings, newest)
+    groups = [
+        prepare_samples(
+            _trajectories_of(ref, records),
+            ref.version,
+            learner.vocabulary,
+            config.trainer.loss,
+            newest,
+        )
         for ref in step.trained
     ]
-
-
-def redo(step: Step, reader: LogReader, topic: str, learner: Learning, config: Config) -> None:
-    """Train `step` again; raises what `fetch_trajectories` and the learner raise."""
-    records = fetch_steps(reader, topic, [step], READ_SECONDS)
-    groups = samples_of_step(step, records, learner.vocabulary, config)
-    learner.update(groups, step.version_in, places=places_of(step.trained))
+    begin = time.monotonic()
+    metrics = learner.update(groups, step.version_in, places=places_of(step.trained))
+    return RedoneStep(metrics, sum(map(len, groups)), time.monotonic() - begin)
 
 
 def _trajectories_of(ref: GroupRef, records: Mapping[Place, Trajectory]) -> list[Trajectory]:
@@ -182,6 +132,17 @@ def largest_difference(
     return largest, where
 
 
+def difference_to_published(
+    learner: Learner, policy: Policy, config: Config, cache: Path
+) -> tuple[float, str | None]:
+    """`largest_difference` of the learner's weights and the published ones of `policy`, which are
+    fetched into `cache`. WeightsError if they are not stored any more."""
+    from dora.weights.tensors import read_tensors  # torch, which takes seconds to import
+
+    directory = WeightStore.of(config).fetch(policy, cache)
+    return largest_difference(learner.export_state(), read_tensors(directory))
+
+
 def check_allowed(deviation: Deviation, trainer: TrainerSection, recovery: RecoverySection) -> None:
     """RunError if the configuration does not allow such a difference."""
     allowed = 0.0 if trainer.deterministic else recovery.tolerance
@@ -208,35 +169,36 @@ def check_allowed(deviation: Deviation, trainer: TrainerSection, recovery: Recov
 class Recovery:
     """Brings a fresh learner to the newest committed version of a run.
 
-    `say` is told what is going on; `damaged` names the checkpoints that could not be used.
+    `report` is called with what is going on; `damaged` names the checkpoints that could not be
+    used.
     """
 
     def __init__(
         self,
         config: Config,
         settings: ClusterSettings,
-        learner: Learning,
-        say: Callable[[str], None],
+        learner: Learner,
+        report: Callable[[str], None],
     ) -> None:
         self._config = config
         self._settings = settings
         self._learner = learner
-        self._say = say
+        self._report = report
         self._topic = RunTopics(config.run.name).trajectories
         self._checkpoints = Checkpoints(config.run_directory / "checkpoints")
         self.damaged: list[str] = []
 
     def run(self, history: History) -> Deviation | None:
         """Load the newest checkpoint that is whole (without one, the starting model is loaded
-        already), and redo the steps after it. What is returned was accepted.
+        already), and redo the steps after it. A difference that is returned was accepted.
 
         Raises RunError if the weights differ from what the ledger announced by more than is
         allowed, or a step cannot be redone; WeightsError and PolicyError if a checkpoint cannot be
         loaded; and what `fetch_trajectories` raises.
         """
-        base = self._whole_checkpoint(history.bases)
+        base = self._intact_checkpoint(history.bases)
         if base is None and self.damaged:
-            # the history at hand begins at a checkpoint that turned out to be damaged
+            # this history begins at a checkpoint that turned out to be damaged
             log.warning("no checkpoint is left: redoing the run from version 0")
             history = whole_ledger(self._config, self._settings, READ_SECONDS)
         source = self._restore(base, history)
@@ -250,22 +212,17 @@ class Recovery:
         )
         return deviation
 
-    def _whole_checkpoint(self, bases: Sequence[Step]) -> Step | None:
-        for base in reversed(bases):
-            assert base.checkpoint is not None
-            try:
-                self._checkpoints.verify(base.checkpoint)
-            except WeightsError as error:
-                self.damaged.append(base.checkpoint)
-                log.warning(
-                    "checkpoint %s is damaged, so an older one is used and more steps are redone: "
-                    "%s",
-                    base.checkpoint,
-                    error.message,
-                )
-            else:
-                return base
-        return None
+    def _intact_checkpoint(self, bases: Sequence[Step]) -> Step | None:
+        by_name = {step.checkpoint: step for step in bases if step.checkpoint is not None}
+        name, damaged = self._checkpoints.newest_intact(list(by_name))
+        for other, reason in damaged.items():
+            log.warning(
+                "checkpoint %s is damaged, so an older one is used and more steps are redone: %s",
+                other,
+                reason,
+            )
+        self.damaged = list(damaged)
+        return None if name is None else by_name[name]
 
     def _restore(self, base: Step | None, history: History) -> str:
         if base is not None and base.checkpoint is not None:
@@ -292,7 +249,7 @@ class Recovery:
         with LogReader(self._settings, client_id="trainer-recovery") as reader:
             for step in steps:
                 self._redo(step, reader)
-                # an accepted difference goes through all later steps: only its size is of interest
+                # an accepted difference stays in all later steps: only its size at the end matters
                 known = deviation is not None or not deterministic
                 if step is not steps[-1] and known:
                     continue
@@ -309,24 +266,22 @@ class Recovery:
         version = step.version_out
         largest: float | None = None
         tensor: str | None = None
-        from dora.weights.tensors import read_tensors  # torch, which takes seconds to import
-
+        scratch = self._config.run_directory / "scratch"
         try:
-            stored = WeightStore.of(self._config).fetch(
-                history.policies[version], self._config.run_directory / "scratch"
+            largest, tensor = difference_to_published(
+                self._learner, history.policies[version], self._config, scratch
             )
         except WeightsError as error:
             if not self._config.trainer.deterministic:
                 raise  # there is nothing else to compare with
             log.warning("version %d cannot be compared: %s", version, error.message)
-        else:
-            largest, tensor = largest_difference(self._learner.export_state(), read_tensors(stored))
         return Deviation(version, step.weights_checksum, redone, largest, tensor)
 
     def _redo(self, step: Step, reader: LogReader) -> None:
-        self._say(f"redoing step {step.version_in} -> {step.version_out}")
+        self._report(f"redoing step {step.version_in} -> {step.version_out}")
         try:
-            redo(step, reader, self._topic, self._learner, self._config)
+            records = fetch_steps(reader, self._topic, [step], READ_SECONDS)
+            redo_step(step, records, self._learner, self._config)
         except BusError as error:
             if not self.damaged:
                 raise

@@ -1,47 +1,48 @@
-"""The trainer: plans, trains, publishes and commits.
+"""The trainer: reads the log, trains a batch, publishes the new version and commits the step.
 
-Invariant: a step happened if and only if its ledger record is committed, and that record, the
-policy record of the new version and the consumer-group offsets are committed in one transaction,
-after weights and checkpoint are on disk. A trainer that was fenced can commit nothing. Everything
-it needs to go on after a crash is in the log and in the newest checkpoint.
+A step happened if and only if its ledger record is committed. That record, the policy record of the
+new version and the consumer-group offsets are one transaction, after weights and checkpoint are on
+disk. A fenced trainer can commit nothing. What the trainer needs after a crash is in the log and in
+the newest checkpoint.
 """
 
 import logging
 import threading
 import time
+from collections.abc import Iterable
 
 from dora.bus.acls import check_rights
-from dora.bus.reader import END, LogReader
+from dora.bus.reader import END, LogReader, Message, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics, TopicAdmin, topic_plan
 from dora.bus.transactions import TransactionalWriter
 from dora.bus.writer import LogWriter
 from dora.config import Config
-from dora.consumers.learner.base import Learning, create_learner, starting_model
+from dora.consumers.learner.learner import Learner, create_learner, starting_model
 from dora.consumers.learner.ranks import Leader
-from dora.consumers.trainer.batch_builder import Planner
-from dora.consumers.trainer.batch_poller import BatchWait
+from dora.consumers.trainer.batch_builder import BatchBuilder, BatchPoller
 from dora.consumers.trainer.checkpoints import Checkpoints
 from dora.consumers.trainer.heartbeat import PROCESS, Heartbeat
-from dora.consumers.trainer.publication import Publisher
-from dora.consumers.trainer.record_handler import Intake
-from dora.consumers.trainer.recovery import Deviation, Recovery, places_of
-from dora.consumers.trainer.retention import check_ledger, check_retention
+from dora.consumers.trainer.publication import Publisher, WeightUsers
+from dora.consumers.trainer.recovery import Deviation, Recovery
 from dora.consumers.trainer.step_reports import StepReports
-from dora.consumers.trainer.weight_users import WeightUsers
-from dora.core.window import Window
-from dora.errors import BusError, DoraError, FencedError
+from dora.core.processes import GONE
+from dora.core.state import RunState
+from dora.errors import BusError, DoraError, FencedError, RunError
+from dora.log.continuation import check_continues
+from dora.log.dead_letters import dead_letter
 from dora.log.ledger import (
     History,
     LedgerWriter,
-    check_continues,
     first_entry,
     new_state,
     read_ledger,
     resume,
 )
+from dora.log.retention import check_ledger, check_retention
+from dora.log.trained_records import places_of
 from dora.log.version_offsets import live_positions
-from dora.schemas.records import GroupRef, Policy, Step
+from dora.schemas.records import Admission, GroupRef, Policy, Status, Step, Trajectory
 from dora.telemetry.meter import meter
 
 log = logging.getLogger(__name__)
@@ -49,12 +50,12 @@ log = logging.getLogger(__name__)
 READ_SECONDS = 300.0
 PROBES = 8
 
-# A launcher that lost a rank asks the others to stop: time in which the loss shows.
-_LAST_LOOK_SECONDS = 0.5
+# A launcher that lost a rank asks the others to stop, and the loss may show a moment later.
+_LAST_CHECK_SECONDS = 0.5
 
 
 class Trainer:
-    """The one trainer of a run; making it fences an older one. `run` does everything.
+    """The one trainer of a run. Creating it fences an older one; `run` does the work.
 
     With `ranks` this process is rank 0 of several.
     """
@@ -67,13 +68,12 @@ class Trainer:
         self._settings = settings
         self._run = config.run.name
         topics = self._topics = RunTopics(self._run)
-        self._window = Window(config.window.max_staleness, config.window.groups_per_step)
         self._state = new_state(config)
         self._checkpoints = Checkpoints(config.run_directory / "checkpoints")
         self._policies: dict[int, Policy] = {}
         self._started_at = time.monotonic()
-        self._accepted: Deviation | None = None  # by the recovery, until the next step tells it
-        self._following = False  # the reader is at the live versions
+        self._accepted: Deviation | None = None  # by the recovery, until the next step records it
+        self._following = False  # whether the reader is at the live versions
         check_rights("trainer", self._run, settings)
         self._admin = TopicAdmin(settings)
         self._admin.ping()
@@ -98,10 +98,10 @@ class Trainer:
             self._state,
             patience=config.kafka.request_timeout_seconds,
         )
-        self._learner: Learning
-        self._planner: Planner
-        self._intake: Intake
-        self._wait: BatchWait
+        self._learner: Learner
+        self._builder: BatchBuilder
+        self._records: RecordHandler
+        self._poller: BatchPoller
         self._publisher: Publisher
 
     def run(self, stop: threading.Event) -> None:
@@ -121,9 +121,9 @@ class Trainer:
                 )
                 self._following = True
                 while not self.complete and not stop.is_set():
-                    self._take_step(stop)
+                    self._train_step(stop)
                 if self._ranks is not None and not self.complete:
-                    self._ranks.check(_LAST_LOOK_SECONDS)
+                    self._ranks.check(_LAST_CHECK_SECONDS)
             done = "all steps are committed" if self.complete else "stopped between two steps"
             log.info("%s: version %d", done, self._state.newest)
             self._heartbeat.say("stopped", done)
@@ -165,7 +165,7 @@ class Trainer:
                 self._admin.cluster_id(),
                 self._admin.topic_ids(self._run),
             )
-        check_retention(self._reader, self._topics, history, self._state.newest, self._window)
+        check_retention(self._reader, self._topics, history, self._state.newest, self._state.window)
         self._policies = history.policies
         self._ledger.inputs = history.inputs
         self._heartbeat.version = self._state.newest
@@ -175,28 +175,27 @@ class Trainer:
             return False
         self._heartbeat.say("loading", "loading the model")
         model = starting_model(self._config)
-        beat = self._heartbeat.beat
         self._learner = create_learner(
             self._config, model, progress=self._progress, ranks=self._ranks
         )
-        self._planner = Planner(
+        self._builder = BatchBuilder(
             self._state,
             self._config.trainer.loss,
             self._learner.vocabulary,
             mixed=self._config.schedule.kind == "partial",
         )
-        self._intake = Intake(
+        self._records = RecordHandler(
             self._config,
             self._state,
-            self._planner,
+            self._builder,
             self._ledger,
             self._transactions,
             self._writer,
             self._heartbeat,
         )
-        self._wait = BatchWait(
+        self._poller = BatchPoller(
             self._config,
-            self._planner,
+            self._builder,
             self._state,
             self._heartbeat,
             poll=self._poll,
@@ -204,7 +203,13 @@ class Trainer:
             set_aside=self._set_aside,
         )
         self._publisher = Publisher(
-            self._config, self._learner, model, self._reader, history, self._weight_users, beat
+            self._config,
+            self._learner,
+            model,
+            self._reader,
+            history,
+            self._weight_users,
+            self._heartbeat.beat,
         )
         if history.started is None:
             self._begin()
@@ -228,7 +233,7 @@ class Trainer:
             self._heartbeat.beat(force=True)
 
     def _begin(self) -> None:
-        """Begin the run: publish version 0 and commit the ledger's first record with it."""
+        """Publish version 0 and commit the ledger's first record with it."""
         with self._heartbeat.through("storing version 0"):
             policy = self._publisher.publish(0)
         started = first_entry(
@@ -238,31 +243,34 @@ class Trainer:
             self._publisher.inputs,
         )
         self._ledger.begin(started, policy)
-        self._publisher.announced(policy, None)
+        self._publisher.record_committed(policy, None)
         self._policies[0] = policy
         self._heartbeat.version = 0
         self._reports.begin(started, (), 0)
         log.info("run %s begins with version 0, %d parameters", self._run, self._learner.parameters)
 
-    def _take_step(self, stop: threading.Event) -> None:
-        """Wait for an admissible batch and train it; returns early if `stop` is set."""
+    def _train_step(self, stop: threading.Event) -> None:
+        """Wait for an admissible batch, train it and commit; returns early if `stop` is set."""
         waited_from = time.monotonic()
         streamed = self._config.trainer.streamed
-        wait = self._wait
-        ready = wait.streamed(stop, self._learner) if streamed else wait.batch(stop)
-        if ready is None:
+        polled = (
+            self._poller.stream_batch(stop, self._learner)
+            if streamed
+            else self._poller.wait_for_batch(stop)
+        )
+        if polled is None:
             return
-        decision = ready.decision
+        decision = polled.decision
+        trained = [group.ref for group in decision.batch]
         train_from = time.monotonic()
         version = self._state.newest
         self._heartbeat.say("training", f"step {version} -> {version + 1}")
         if streamed:
-            metrics = self._learner.finish() | {"streamed_seconds": ready.streamed_seconds}
+            metrics = self._learner.finish() | {"streamed_seconds": polled.streamed_seconds}
         else:
-            groups = [prepared.samples for prepared in decision.batch]
-            probes = self._planner.probes(decision.batch, PROBES)
-            places = places_of([prepared.ref for prepared in decision.batch])
-            metrics = self._learner.update(groups, version, probes, places)
+            groups = [group.samples for group in decision.batch]
+            probes = self._builder.probes(decision.batch, PROBES)
+            metrics = self._learner.update(groups, version, probes, places_of(trained))
         publish_from = time.monotonic()
         with self._heartbeat.through(f"storing version {version + 1}"):
             policy = self._publisher.publish(version + 1)
@@ -271,22 +279,23 @@ class Trainer:
         now = time.monotonic()
         surplus = self._state.counters.duplicates + self._state.counters.late
         metrics |= {
-            "live_versions": float(self._intake.live_versions()),
+            "live_versions": float(self._records.live_versions()),
             "duplicates_ignored": float(surplus),
-            "idle_seconds": train_from - waited_from - ready.computed_seconds,
-            "train_seconds": publish_from - train_from + ready.computed_seconds,
+            "idle_seconds": train_from - waited_from - polled.computed_seconds,
+            "train_seconds": publish_from - train_from + polled.computed_seconds,
             "publish_seconds": now - publish_from,
             "step_seconds": now - waited_from,
             "wall_seconds": now - self._started_at,
         }
         if self._accepted is not None and self._accepted.largest is not None:
             metrics["redo_difference_max"] = self._accepted.largest
-        trained = [prepared.ref for prepared in decision.batch]
         step = self._ledger.commit_step(
-            policy, trained, decision.set_aside, metrics, checkpoint, self._read()
+            policy, trained, decision.set_aside, metrics, checkpoint, self._positions()
         )
-        self._committed(step)
-        self._announced(policy, checkpoint)
+        self._on_committed(step)
+        self._policies = {policy.version: policy}
+        self._publisher.record_committed(policy, checkpoint)
+        self._publisher.prune(policy.version)
         self._accepted = None
         log.info(
             "version %d: reward %.3f, %d groups set aside, waited %.1f s, trained %.2f s",
@@ -297,21 +306,14 @@ class Trainer:
             metrics["train_seconds"],
         )
 
-    def _committed(self, step: Step) -> None:
-        self._planner.committed(step)
+    def _on_committed(self, step: Step) -> None:
+        self._builder.drop_committed(step)
         self._reports.committed(step)
         self._heartbeat.version = self._state.newest
         self._heartbeat.beat()
 
-    def _announced(self, policy: Policy, checkpoint: str | None) -> None:
-        self._policies[policy.version] = policy
-        for version in [v for v in self._policies if v < policy.version]:
-            del self._policies[version]
-        self._publisher.announced(policy, checkpoint)
-        self._publisher.prune(policy.version)
-
-    def _read(self) -> dict[tuple[str, int], int]:
-        """Positions in the topics whose lag says something: journal and trajectories."""
+    def _positions(self) -> dict[tuple[str, int], int]:
+        """Positions in the topics whose lag is of interest: journal and trajectories."""
         return {
             place: offset
             for place, offset in self._reader.positions().items()
@@ -327,17 +329,113 @@ class Trainer:
     def _set_aside(self, refs: tuple[GroupRef, ...]) -> None:
         newest = self._policies[self._state.newest]
         metrics = {"wall_seconds": time.monotonic() - self._started_at}
-        step = self._ledger.commit_set_aside(newest.weights_checksum, refs, metrics, self._read())
-        self._committed(step)
+        step = self._ledger.commit_set_aside(
+            newest.weights_checksum, refs, metrics, self._positions()
+        )
+        self._on_committed(step)
         log.info("%d groups set aside, the first because of: %s", len(refs), refs[0].reason)
 
     def _progress(self) -> None:
-        """Between two pieces of a step: a heartbeat, and what has arrived is read, so that the next
-        batch need not wait for it."""
+        """Between two parts of a step: send a heartbeat, and read what has arrived, so that the
+        next batch need not wait for it."""
         self._heartbeat.beat()
         if self._following:
             self._poll(0.0)
 
     def _poll(self, seconds: float) -> None:
-        self._intake.take(self._reader.poll(timeout=seconds))
-        meter().window(self._state, self._read)
+        self._records.handle(self._reader.poll(timeout=seconds))
+        meter().window(self._state, self._positions)
+
+
+class RecordHandler:
+    """Brings every record that was read into the window, `state`, once and in the order of the log.
+
+    A trajectory that cannot be read becomes a dead letter. Any other unreadable record ends the
+    trainer, because without it the order of admissions is unknown.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        state: RunState,
+        builder: BatchBuilder,
+        ledger: LedgerWriter,
+        transactions: TransactionalWriter,
+        writer: LogWriter,
+        heartbeat: Heartbeat,
+    ) -> None:
+        self._topics = RunTopics(config.run.name)
+        self._max_message_bytes = config.kafka.max_message_bytes
+        self._state = state
+        self._builder = builder
+        self._ledger = ledger
+        self._transactions = transactions
+        self._writer = writer
+        self._heartbeat = heartbeat
+        self._live_versions = 0
+
+    def live_versions(self) -> int:
+        """Most versions with unfinished groups at the same time since the last call."""
+        most, self._live_versions = self._live_versions, 0
+        return most
+
+    def handle(self, messages: Iterable[Message]) -> None:
+        """Handle what was read.
+
+        RunError if the journal contradicts itself or cannot be read, FencedError if another trainer
+        took over.
+        """
+        for message in messages:
+            value = message.value
+            match value:
+                case Unreadable():
+                    self._unreadable(message, value)
+                case Trajectory() if value.purpose == "train":
+                    self._builder.add_trajectory(value, message.partition, message.offset)
+                case Admission() if value.purpose == "train":
+                    self._admit(value, message)
+                case Step():
+                    self._ledger.on_entry_read(value)
+                case Status(role="trainer") if value.state not in GONE:
+                    self._heartbeat.settle_with_rival(value, self._transactions)
+                case _:
+                    pass
+        self._live_versions = max(self._live_versions, len(self._state.live_versions()))
+
+    def _admit(self, admission: Admission, message: Message) -> None:
+        place = f"{message.topic} offset {message.offset}"
+        if admission.policy_version > self._state.newest:
+            raise RunError(
+                f"{place} admits group {admission.group_id} under version "
+                f"{admission.policy_version}, but the newest is {self._state.newest}",
+                hint="Something else than this run's coordinator wrote to the topic.",
+            )
+        try:
+            self._state.admit(admission)
+        except ValueError as error:
+            raise RunError(f"{place} contradicts the journal before it: {error}") from error
+
+    def _unreadable(self, message: Message, value: Unreadable) -> None:
+        place = message.place
+        if message.topic == self._topics.workers:
+            return  # only another trainer's status matters here, and it sends the next one soon
+        if message.topic != self._topics.trajectories:
+            raise RunError(
+                f"{place} cannot be read ({value.code}): {value.reason}",
+                hint="Without it the order of admissions is unknown. The topic is damaged, or was "
+                "written by a newer dora.",
+            )
+        log.warning("%s cannot be read (%s): %s", place, value.code, value.reason)
+        meter().count("dora_process_dead_letters_total", value=value.code)
+        letter = dead_letter(
+            value.code,
+            value.reason,
+            run=self._topics.run,
+            process=PROCESS,
+            now_ms=time.time_ns() // 1_000_000,
+            max_message_bytes=self._max_message_bytes,
+            message=message,
+            trajectory_id=message.key or "",
+            payload=value.payload,
+        )
+        self._writer.send(self._topics.dead_letters, letter, key=PROCESS)

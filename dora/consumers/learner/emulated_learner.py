@@ -1,7 +1,7 @@
-"""A learner that waits instead of computing, for schedules and faults at sizes no machine here has.
+"""A learner that waits instead of computing, to try schedules and faults at any size.
 
-Invariant: its weights are a digest of everything it was trained on, in order. So each version has
-other ones, and a redo from the log ends in the same, bit for bit, or did something else.
+Its weights are a digest of everything it was trained on, in order. So each version has other ones,
+and only a redo of the same trajectories ends in the same.
 """
 
 import hashlib
@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from dora.config import Config
-from dora.consumers.learner.base import Floats
-from dora.consumers.learner.batches import Sample, batch_metrics
+from dora.consumers.learner.batches import Floats, Sample, batch_metrics
 from dora.errors import ConfigError, WeightsError
 from dora.weights.models import emulated_vocabulary
 from dora.weights.plain_tensors import plain_checksum
@@ -28,7 +27,7 @@ _SLICE_SECONDS = 0.25
 
 
 class EmulatedLearner:
-    """One policy in pretended training; see `Learning` for what each method does.
+    """One policy in pretended training; see `Learner` for what each method does.
 
     A step takes `step_seconds` and `seconds_per_token` for each generated token, times the rollout
     engine's time scale; a streamed one spends that group by group. `progress` is called meanwhile.
@@ -84,7 +83,7 @@ class EmulatedLearner:
         """Wait as long as the step takes; returns what the samples say."""
         self.begin(version)
         for group in groups:
-            self._take(group)
+            self._count(group)
         return self.finish()
 
     def begin(self, version: int) -> None:
@@ -97,7 +96,7 @@ class EmulatedLearner:
 
     def add(self, group: Sequence[Sample]) -> None:
         """Spend the group's part of the step."""
-        self._take(group)
+        self._count(group)
         part = min(self._debt, self._trainer.step_seconds / self._config.window.groups_per_step)
         tokens = sum(sample.generated for sample in group) * self._trainer.seconds_per_token
         self._debt -= part + tokens
@@ -149,7 +148,7 @@ class EmulatedLearner:
     def _trainer(self) -> Any:
         return self._config.trainer.emulated
 
-    def _take(self, group: Sequence[Sample]) -> None:
+    def _count(self, group: Sequence[Sample]) -> None:
         self._groups += 1
         for sample in group:
             self._samples.append(sample)
@@ -164,7 +163,7 @@ class EmulatedLearner:
         return np.full(max(0, count), -math.log(self.vocabulary), dtype=np.float32)
 
     def _spend(self, seconds: float) -> None:
-        """Wait for emulated seconds, with signs of life."""
+        """Wait for emulated seconds, calling `progress` meanwhile."""
         until = self._clock() + seconds * self._scale
         while (rest := until - self._clock()) > 0:
             self._sleep(min(rest, _SLICE_SECONDS))

@@ -1,4 +1,4 @@
-"""Which groups the planner hands out, and what it makes of trajectories of several versions."""
+"""Which groups the batch builder picks, and how it treats trajectories of several versions."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 
 from dora.config.trainer import LossSection
 from dora.consumers.learner.batches import batch_metrics
-from dora.consumers.trainer.batch_builder import Planner, Prepared, prepare_samples
+from dora.consumers.trainer.batch_builder import BatchBuilder, ReadyGroup, prepare_samples
 from dora.core import ring
 from dora.core.state import RunState
 from dora.core.window import Window
@@ -40,7 +40,7 @@ def test_tokens_of_a_version_that_is_not_committed_or_older_than_the_group_are_r
         prepare_samples([mixed(1, 0)], 1, 40, LOSS, 2)
 
 
-def take(planner: Planner, ordinal: int, rewards: tuple[float, float]) -> None:
+def take(builder: BatchBuilder, ordinal: int, rewards: tuple[float, float]) -> None:
     group = ring.train_group_id(ordinal)
     for sample, reward in enumerate(rewards):
         made = trajectory([1, 2, 3], [0, 1, 1], reward, sample=sample)
@@ -50,35 +50,35 @@ def take(planner: Planner, ordinal: int, rewards: tuple[float, float]) -> None:
             ordinal=ordinal,
             trajectory_id=ring.trajectory_id(group, sample),
         )
-        planner.take(named, 0, 10 * ordinal + sample)
+        builder.add_trajectory(named, 0, 10 * ordinal + sample)
 
 
 def test_a_streamed_step_gets_groups_as_they_finish_and_is_told_when_it_is_complete() -> None:
     state = RunState(Window(0, 2), SIZE)
-    planner = Planner(state, LOSS, 40)
+    builder = BatchBuilder(state, LOSS, 40)
     state.start()
     for ordinal in range(2):
         state.admit(admission(ordinal))
-    taken: list[Prepared] = []
-    assert planner.stream(taken).blocked is not None
-    take(planner, 1, (0.0, 1.0))
-    first = planner.stream(taken)
-    assert first.blocked is None and first.following is not None
-    assert first.following.ref.ordinal == 1
-    taken.append(first.following)
-    assert planner.stream(taken).blocked is not None
-    take(planner, 0, (1.0, 1.0))
-    aside = planner.stream(taken)
+    taken: list[ReadyGroup] = []
+    assert builder.next_streamed(taken).blocked is not None
+    take(builder, 1, (0.0, 1.0))
+    first = builder.next_streamed(taken)
+    assert first.blocked is None and first.next_group is not None
+    assert first.next_group.ref.ordinal == 1
+    taken.append(first.next_group)
+    assert builder.next_streamed(taken).blocked is not None
+    take(builder, 0, (1.0, 1.0))
+    aside = builder.next_streamed(taken)
     assert aside.blocked is not None
     assert [ref.reason for ref in aside.set_aside] == ["no_signal"]
-    planner_step = entry(0, 0, (), aside.set_aside)
-    state.commit(planner_step)
-    planner.committed(planner_step)
+    aside_step = entry(0, 0, (), aside.set_aside)
+    state.commit(aside_step)
+    builder.drop_committed(aside_step)
     state.admit(admission(2))
-    take(planner, 2, (1.0, 0.0))
-    second = planner.stream(taken)
-    assert second.following is not None
-    taken.append(second.following)
-    whole = planner.stream(taken)
-    assert whole.blocked is None and whole.following is None
+    take(builder, 2, (1.0, 0.0))
+    second = builder.next_streamed(taken)
+    assert second.next_group is not None
+    taken.append(second.next_group)
+    whole = builder.next_streamed(taken)
+    assert whole.blocked is None and whole.next_group is None
     assert [prepared.ref.ordinal for prepared in whole.batch] == [1, 2], "in the order taken"

@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora.config.trainer import LossSection
-from dora.consumers.learner.batches import Sample, group_samples
-from dora.consumers.learner.sharding import (
-    describe_share,
-    part_of,
-    part_of_share,
+from dora.consumers.learner.batches import (
+    Sample,
+    build_shard,
+    group_samples,
     plan_update,
-    share_places,
+    shard_from_message,
+    shard_message,
+    shard_places,
 )
 from tests.unit.test_batches import sample, trajectory
 
@@ -35,7 +36,7 @@ def test_every_sample_with_a_gradient_is_trained_by_exactly_one_rank(
     assert len(plan.ranks) == world and len({len(passes) for passes in plan.ranks}) == 1
     counted = [r for passes in plan.ranks for p in passes if not p.idle for r in p.rows]
     assert sorted(counted) == [i for i, (_, signal) in enumerate(lengths) if signal]
-    parts = [part_of(passes, samples, plan.weights) for passes in plan.ranks]
+    parts = [build_shard(passes, samples, plan.weights) for passes in plan.ranks]
     total = sum(float(b.weights.astype(np.float64).sum()) for p in parts for b in p.batches)
     generated = [n for n, signal in lengths if signal]
     assert math.isclose(total, sum(generated) / sum(n for n, _ in lengths), rel_tol=1e-5)
@@ -66,10 +67,10 @@ def test_a_rank_rebuilds_its_share_from_what_the_log_holds() -> None:
     log = dict(zip(places, trajectories, strict=True))
     plan = plan_update(samples, SETTINGS, 5, 16, 2)
     for rank in range(2):
-        share = json.loads(json.dumps(describe_share(plan, rank, samples, places)))
-        assert set(share_places(share)) == {places[row] for row in plan.rows(rank)}
-        found = part_of_share(share, {place: log[place] for place in share_places(share)})
-        expected = part_of(plan.ranks[rank], samples, plan.weights)
+        share = json.loads(json.dumps(shard_message(plan, rank, samples, places)))
+        assert set(shard_places(share)) == {places[row] for row in plan.rows(rank)}
+        found = shard_from_message(share, {place: log[place] for place in shard_places(share)})
+        expected = build_shard(plan.ranks[rank], samples, plan.weights)
         for ours, theirs in zip(found.batches, expected.batches, strict=True):
             for name in ("samples", "token_ids", "columns", "rows", "targets", "behaviour"):
                 assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name

@@ -22,7 +22,7 @@ from dora.core.scheduling.coordination import Coordination
 from dora.core.scheduling.prefixes import Prefix
 from dora.core.scheduling.scheduler import Decision, Rules
 from dora.core.scheduling.schedules import Schedule
-from dora.core.scheduling.workers import holding
+from dora.core.scheduling.workers import lease_name
 from dora.core.window import Window
 from dora.schemas.records import (
     Admission,
@@ -121,7 +121,7 @@ class Cluster:
         return made
 
     def status(self, name: str, state: str = "ready") -> Status:
-        running = tuple(holding(i, c.attempt) for i, c in self.running[name].items())
+        running = tuple(lease_name(i, c.attempt) for i, c in self.running[name].items())
         return Status(
             "r", name, "rollout", name, state, 0, version=self.version[name],  # type: ignore[arg-type]
             capacity=self.slots, running=running,

@@ -1,4 +1,4 @@
-"""Waiting for a condition, with a deadline, in place of sleeping."""
+"""PendingQueue for a condition, with a deadline, in place of sleeping."""
 
 import time
 from collections.abc import Callable

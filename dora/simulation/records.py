@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dora.core.ring import trajectory_id
-from dora.core.scheduling.pending import Unplaced
+from dora.core.scheduling.pending import PendingAttempt
 from dora.core.scheduling.scheduler import Decision
 from dora.schemas.records import (
     Admission,
@@ -127,7 +127,7 @@ def _command(
     )
 
 
-def _start(addressee: Status, work: Unplaced, now_ms: int) -> Command:
+def _start(addressee: Status, work: PendingAttempt, now_ms: int) -> Command:
     return TokenlessCommand(
         RUN, addressee.process, addressee.incarnation, "start", now_ms,
         trajectory_id(work.group_id, work.sample), work.group_id, work.sample, work.attempt,
@@ -135,7 +135,7 @@ def _start(addressee: Status, work: Unplaced, now_ms: int) -> Command:
     )  # fmt: skip
 
 
-def _given_up(work: Unplaced, now_ms: int) -> Trajectory:
+def _given_up(work: PendingAttempt, now_ms: int) -> Trajectory:
     return TokenlessTrajectory(
         RUN, trajectory_id(work.group_id, work.sample), work.group_id, work.sample, work.attempt,
         0, work.version, work.ordinal, work.purpose, b"", b"", b"", (), "error", None, {},

@@ -193,11 +193,11 @@ class Simulation:
 
     def _waits_for(self) -> str:
         core, state = self.core, self._trainer.state
-        members = list(core.roster.members())
+        members = list(core.workers.workers())
         gone = sum(member.status.state in ("failed", "stopped") for member in members)
         return (
             f"at {self.events.now:.0f} s and version {state.newest} the run goes on no more: "
-            f"outstanding by version {dict(state.outstanding)}, {len(core.unplaced)} trajectories "
+            f"outstanding by version {dict(state.outstanding)}, {len(core.pending)} trajectories "
             f"unplaced, {len(core.scans)} being read, {len(members) - gone} workers"
         )
 

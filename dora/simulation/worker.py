@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from dora.core.scheduling.workers import holding
+from dora.core.scheduling.workers import lease_name
 from dora.schemas.records import Command, ProcessState, Record, Status, VersionRun
 from dora.simulation.bus import Events
 from dora.simulation.device import Device
@@ -297,7 +297,7 @@ class SimulatedWorker:
                 version=self.version, versions=many, capacity=self._scenario.slots,
                 loading=loading,
                 running=tuple(
-                    holding(identity, attempt.command.attempt)
+                    lease_name(identity, attempt.command.attempt)
                     for identity, attempt in self._attempts.items()
                 ),
                 metrics={

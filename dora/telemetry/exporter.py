@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from dora.bus.settings import ClusterSettings
 from dora.config import Config
 from dora.core.processes import GONE, WORKING, allowed_silence
-from dora.core.scheduling.workers import Roster
+from dora.core.scheduling.workers import WorkerRegistry
 from dora.core.state import RunState
 from dora.schemas.records import Admission, Command, Record, Status, Step
 from dora.telemetry.catalogue import COMMON, OTHER, STATES, Metric, bounded, facts_of, of_role
@@ -155,13 +155,13 @@ class ExportingMeter(Meter, Collector):
             elif isinstance(record, Command):
                 self.count("dora_coordinator_commands_total", value=record.kind)
 
-    def workers(self, roster: Roster, now: float) -> None:
+    def workers(self, workers: WorkerRegistry, now: float) -> None:
         """See `Meter`."""
         states = dict.fromkeys((*STATES, "silent"), 0.0)
         longest = 0.0
-        for member in roster.members():
+        for member in workers.workers():
             state = member.status.state
-            states["silent" if roster.silent(member, now) else state] += 1
+            states["silent" if workers.silent(member, now) else state] += 1
             if state not in GONE:
                 longest = max(longest, now - member.heard_at)
         self._gauges["dora_coordinator_workers"] = states

@@ -6,7 +6,7 @@ nothing, so that a process whose metrics are off pays for a call and no more.
 
 from collections.abc import Callable, Iterable, Mapping
 
-from dora.core.scheduling.workers import Roster
+from dora.core.scheduling.workers import WorkerRegistry
 from dora.core.state import RunState
 from dora.schemas.records import Record, Status, Step
 
@@ -39,7 +39,7 @@ class Meter:
     def decided(self, records: Iterable[Record]) -> None:
         """The coordinator committed these."""
 
-    def workers(self, roster: Roster, now: float) -> None:
+    def workers(self, workers: WorkerRegistry, now: float) -> None:
         """The coordinator's workers at `now` of its clock."""
 
     def close(self) -> None:

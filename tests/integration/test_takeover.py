@@ -16,7 +16,7 @@ from dora.core.ring import slot_partitions, worker_partition
 from dora.core.scheduling.coordination import Coordination
 from dora.errors import MissingWeightsError
 from dora.producers.coordinator.coordinator import rules_of
-from dora.producers.coordinator.log_follower import RunFold
+from dora.producers.coordinator.log_follower import LogFollower
 from dora.producers.coordinator.takeover import Lost, scan
 from dora.producers.engines import Engine
 from dora.producers.engines.base import Delta, Request
@@ -247,7 +247,7 @@ def test_a_coordinator_starts_from_the_window_however_long_the_run_is(cluster: C
     cluster.begin()
     long_log(cluster, 150)
     coordination = Coordination(rules_of(cluster.config), "me")
-    fold = RunFold(cluster.config, cluster.settings, coordination, lambda: 0.0)
+    fold = LogFollower(cluster.config, cluster.settings, coordination, lambda: 0.0)
     try:
         read = fold.rebuild()
     finally:

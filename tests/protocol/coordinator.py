@@ -146,9 +146,9 @@ class ModelCoordinator:
             for sample in missing:
                 identity = trajectory_id(group.group_id, sample)
                 places = (
-                    identity in core.unplaced,
+                    identity in core.pending,
                     identity in core.scans,
-                    core.roster.held(identity) is not None,
+                    core.workers.held(identity) is not None,
                 )
                 assert sum(places) == 1 or identity in core.given_up or identity in self.gave_up, (
                     f"{identity}: unplaced, being read, held: {places}"
@@ -195,7 +195,7 @@ class ModelCoordinator:
 
     def done(self, now: float) -> bool:
         """Whether the run is complete and all workers confirmed it, or had their time for it."""
-        at, members = self.core.stopped_at, self.core.roster.members()
+        at, members = self.core.stopped_at, self.core.workers.members()
         return at is not None and (
             now - at > STOP_SECONDS or all(member.status.state in GONE for member in members)
         )

@@ -205,8 +205,8 @@ class ModelRun:
             f"version {self.log.newest} of {due}; trainer waits for "
             f"{trainer.builder.next_batch().blocked if trainer else 'a start'}; "
             + (
-                f"outstanding {dict(core.state.outstanding)}, unplaced {sorted(core.unplaced)}, "
-                f"being read {sorted(core.scans)}, workers {core.roster.pool.views()}"
+                f"outstanding {dict(core.state.outstanding)}, unplaced {sorted(core.pending)}, "
+                f"being read {sorted(core.scans)}, workers {core.workers.pool.views()}"
                 if core
                 else "no coordinator"
             )

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from dora.core import ring
-from dora.core.scheduling.workers import holding
+from dora.core.scheduling.workers import lease_name
 from dora.producers.engines.base import Delta
 from dora.producers.tasks.base import Prompt
 from dora.producers.worker.attempt import Attempt
@@ -234,7 +234,7 @@ class ModelWorker:
         for trajectory_id in self.unconfirmed:
             self.attempts.pop(trajectory_id, None)
         self.unconfirmed.clear()
-        running = tuple(holding(t, a.command.attempt) for t, a in self.attempts.items())
+        running = tuple(lease_name(t, a.command.attempt) for t, a in self.attempts.items())
         status = Status(
             RUN, self.name, "rollout", self.incarnation, self.state, 0, version=self.version,
             versions=tuple(self.versions), capacity=CAPACITY,

@@ -8,7 +8,7 @@ from dora.core.scheduling.coordination import Coordination
 from dora.core.scheduling.placement import Switch
 from dora.core.scheduling.prefixes import Prefix
 from dora.core.scheduling.scheduler import Rules
-from dora.core.scheduling.workers import holding
+from dora.core.scheduling.workers import lease_name
 from dora.core.window import Window
 from dora.schemas.records import Command, Record, Status, pack_logprobs, pack_tokens
 from tests.factories import admission, places_of, run_started, step, trajectory
@@ -154,14 +154,14 @@ def test_a_worker_that_was_given_up_and_speaks_again_hands_back_what_others_took
     for identity in list(played.core.scans):
         played.core.scanned(identity, PREFIX)
     assert len(played.starts()) == 4
-    frozen = replace(WORKER, running=(holding("g0/0", 0), holding("g1/1", 0)))
-    played.hear(replace(OTHER, running=tuple(holding(i, 1) for i in ("g0/0", "g1/1"))), frozen)
+    frozen = replace(WORKER, running=(lease_name("g0/0", 0), lease_name("g1/1", 0)))
+    played.hear(replace(OTHER, running=tuple(lease_name(i, 1) for i in ("g0/0", "g1/1"))), frozen)
     records = played.tick()
     yields = [r for r in records if isinstance(r, Command) and r.kind == "yield"]
     assert {(y.worker, y.trajectory_id, y.attempt) for y in yields} == {
         ("w0", "g0/0", 0), ("w0", "g1/1", 0),
     }  # fmt: skip
-    assert played.core.roster.held("g0/0") is not None, "the other one keeps it"
+    assert played.core.workers.held("g0/0") is not None, "the other one keeps it"
     played.hear(frozen)
     assert not played.tick(), "it is told once"
 
@@ -172,9 +172,9 @@ def test_a_version_that_a_worker_did_not_load_because_it_left_is_not_waited_for(
     switches = played.core.decide(0.0).plan.switches
     assert switches == (Switch("w0", 0, switches[0].reason),)
     played.hear(replace(WORKER, version=-1, state="loading", loading=0))
-    assert played.core.roster.pool.views()[0].switching_to == 0
+    assert played.core.workers.pool.views()[0].switching_to == 0
     played.hear(replace(WORKER, version=-1))
-    assert played.core.roster.pool.views()[0].switching_to is None
+    assert played.core.workers.pool.views()[0].switching_to is None
 
 
 def ledger(versions: int) -> tuple[list[Record], list[Record]]:
@@ -202,7 +202,7 @@ def test_a_fold_that_begins_at_a_version_knows_what_a_whole_one_knows() -> None:
     assert late.state.newest == whole.state.newest == 6
     assert dict(late.state.outstanding) == dict(whole.state.outstanding) == {6: 2}
     assert late.state.next_ordinal == whole.state.next_ordinal == 14
-    assert late.unplaced == whole.unplaced
+    assert late.pending == whole.pending
     assert late.opened == whole.opened
 
 
@@ -214,7 +214,7 @@ def test_an_admission_of_a_closed_version_only_says_where_the_prompts_go_on() ->
     late.take(admission(11, 5), 0, 0, now=0.0, live=False)
     late.rebuilt(0.0)
     assert late.state.next_ordinal == 12
-    assert late.state.outstanding_total == 0 and not late.unplaced
+    assert late.state.outstanding_total == 0 and not late.pending
 
 
 def test_a_fold_cannot_begin_twice() -> None:

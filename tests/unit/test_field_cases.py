@@ -280,10 +280,10 @@ def test_an_evaluation_whose_version_has_left_the_window_holds_nobody_up() -> No
     (due,) = decision.evaluations
     records = [replace(admission(due.ordinal, due.version, purpose="eval"), group_id=due.group_id)]
     core.committed(decision, records, 0.0)
-    assert list(core.unplaced) == ["e0-0/0"]
+    assert list(core.pending) == ["e0-0/0"]
     group = admission(0, 0)
     core.take(group, 0, 1, now=0.0, live=False)
     places = {f"g0/{sample}": (0, sample) for sample in range(group.group_size)}
     core.take(step(0, 0, [group], places), 0, 1, now=0.0)
     assert core.state.newest == 1
-    assert not core.unplaced and not core.scans
+    assert not core.pending and not core.scans

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dora.broker.process import free_port
 from dora.config import Config
-from dora.core.scheduling.workers import Roster
+from dora.core.scheduling.workers import WorkerRegistry
 from dora.core.state import RunState, finished_facts
 from dora.core.window import Window
 from dora.errors import ConfigError
@@ -214,11 +214,11 @@ def test_health_is_that_of_the_last_heartbeat(tmp_path: Path) -> None:
 
 def test_a_worker_that_loads_is_not_silent(tmp_path: Path) -> None:
     meter = exporter(tmp_path, "coordinator")
-    roster = Roster(heartbeat_timeout=30.0, load_timeout=900.0)
+    workers = WorkerRegistry(heartbeat_timeout=30.0, load_timeout=900.0)
     for state in ("loading", "ready", "stopped"):
-        roster.hear(status(state, state), 0.0)
+        workers.on_status(status(state, state), 0.0)
     for now, silent in ((20.0, 0.0), (40.0, 1.0), (901.0, 2.0)):
-        meter.workers(roster, now)
+        meter.workers(workers, now)
         found = exported(meter)
         assert found["dora_coordinator_workers", "silent"] == silent
         assert found["dora_coordinator_worker_silence_seconds", ""] == now

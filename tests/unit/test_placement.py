@@ -5,15 +5,15 @@ from collections.abc import Mapping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dora.core.scheduling.pending import Unplaced, Waiting
+from dora.core.scheduling.pending import PendingAttempt, PendingQueue
 from dora.core.scheduling.placement import Assignment, Plan, Situation, assign, due_evaluations
 from dora.core.scheduling.pool import Pool, WorkerView
 
 FEW = settings(max_examples=60, deadline=None)
 
 
-def work(version: int, ordinal: int = 0, sample: int = 0, attempt: int = 1) -> Unplaced:
-    return Unplaced(f"g{ordinal}", sample, version, ordinal, "train", attempt)
+def work(version: int, ordinal: int = 0, sample: int = 0, attempt: int = 1) -> PendingAttempt:
+    return PendingAttempt(f"g{ordinal}", sample, version, ordinal, "train", attempt)
 
 
 def pool_of(workers: list[WorkerView], *, follows: bool = False) -> Pool:
@@ -25,16 +25,16 @@ def pool_of(workers: list[WorkerView], *, follows: bool = False) -> Pool:
     return pool
 
 
-def waiting_of(unplaced: list[Unplaced]) -> Waiting:
-    waiting = Waiting()
-    for each in unplaced:
+def waiting_of(pending: list[PendingAttempt]) -> PendingQueue:
+    waiting = PendingQueue()
+    for each in pending:
         waiting[f"{each.group_id}/{each.sample}"] = each
     return waiting
 
 
 def assigned(
     workers: list[WorkerView],
-    unplaced: list[Unplaced] = [],  # noqa: B006
+    pending: list[PendingAttempt] = [],  # noqa: B006
     *,
     admissible: int = 0,
     group_size: int = 2,
@@ -43,11 +43,11 @@ def assigned(
 ) -> Assignment:
     situation = Situation(5, admissible, 100, group_size, older or {}, **flags)
     pool = pool_of(workers, follows=situation.roams or situation.many)
-    return assign(pool, waiting_of(unplaced), situation)
+    return assign(pool, waiting_of(pending), situation)
 
 
-def make(workers: list[WorkerView], unplaced: list[Unplaced] = [], **given: int) -> Plan:  # noqa: B006
-    return assigned(workers, unplaced, **given).plan  # type: ignore[arg-type]
+def make(workers: list[WorkerView], pending: list[PendingAttempt] = [], **given: int) -> Plan:  # noqa: B006
+    return assigned(workers, pending, **given).plan  # type: ignore[arg-type]
 
 
 def test_new_groups_go_whole_to_the_least_loaded_worker_of_the_newest_version() -> None:
@@ -216,9 +216,9 @@ def test_every_plan_keeps_the_invariants(
     group_size: int,
     whole: bool,
 ) -> None:
-    unplaced = [work(version, ordinal) for version, ordinal in items]
+    pending = [work(version, ordinal) for version, ordinal in items]
     made = assigned(
-        workers, unplaced, admissible=admissible, group_size=group_size, whole=whole
+        workers, pending, admissible=admissible, group_size=group_size, whole=whole
     ).plan
     by_name = {w.name: w for w in workers}
     assert len(made.admissions) <= admissible
@@ -246,11 +246,11 @@ def test_a_plan_leaves_the_pool_as_it_was(
     workers: list[WorkerView], items: list[tuple[int, int]], admissible: int
 ) -> None:
     pool = pool_of(workers)
-    unplaced = waiting_of([work(version, ordinal) for version, ordinal in items])
+    pending = waiting_of([work(version, ordinal) for version, ordinal in items])
     situation = Situation(5, admissible, 100, 2)
-    first = assign(pool, unplaced, situation)
+    first = assign(pool, pending, situation)
     assert sorted(pool.views(), key=lambda view: view.name) == workers
-    assert assign(pool, unplaced, situation) == first
+    assert assign(pool, pending, situation) == first
 
 
 @FEW
@@ -308,12 +308,12 @@ def test_the_index_says_what_a_walk_over_all_workers_would_say(
 def test_what_waits_comes_in_the_order_of_the_journal(
     items: list[tuple[int, int]], removed: set[int]
 ) -> None:
-    unplaced = [work(version, ordinal) for version, ordinal in items]
-    waiting = Waiting()
-    for each in unplaced:
+    pending = [work(version, ordinal) for version, ordinal in items]
+    waiting = PendingQueue()
+    for each in pending:
         waiting[f"{each.version} {each.ordinal}"] = each
-    for index in removed & set(range(len(unplaced))):
-        each = unplaced[index]
+    for index in removed & set(range(len(pending))):
+        each = pending[index]
         del waiting[f"{each.version} {each.ordinal}"]
         waiting[f"{each.version} {each.ordinal}"] = each
     for version in waiting.versions():

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from dora.core.scheduling.coordination import Coordination
 from dora.core.scheduling.estimates import FASTEST, Speeds
-from dora.core.scheduling.pending import Waiting
+from dora.core.scheduling.pending import PendingQueue
 from dora.core.scheduling.pool import Pool, WorkerView
 from dora.core.scheduling.prefixes import Prefix
 from dora.core.scheduling.rebalancing import Rebalancing, shares
 from dora.core.scheduling.scheduler import Decision, Rules
 from dora.core.scheduling.schedules import Schedule
-from dora.core.scheduling.workers import holding
+from dora.core.scheduling.workers import lease_name
 from dora.core.window import Window
 from dora.schemas.records import (
     Chunk,
@@ -38,7 +38,7 @@ def pool_of(*workers: WorkerView, newest: int = 5) -> Pool:
 
 def emptied(pool: Pool, demand: int = 100, settled: float = float("-inf")) -> list[str]:
     made = Rebalancing(30.0, 0.9).consolidate(
-        pool, Waiting(), newest=5, demand=demand, quiet_since=lambda name: settled, now=100.0
+        pool, PendingQueue(), newest=5, demand=demand, quiet_since=lambda name: settled, now=100.0
     )
     return [each.worker for each in made]
 
@@ -152,7 +152,7 @@ class Cluster:
         return records
 
     def say(self, name: str) -> None:
-        running = tuple(holding(i, n) for i, n in self.running[name].items())
+        running = tuple(lease_name(i, n) for i, n in self.running[name].items())
         status = Status(
             "r", name, "rollout", name, "ready", 0, version=self.versions[name],
             capacity=self.capacity, running=running, metrics=self.metrics[name],
@@ -261,7 +261,7 @@ def test_a_handover_that_does_not_come_costs_a_scan_after_the_timeout_and_no_tra
     moved = next(iter(cluster.running["w0"]))
     for _ in range(9):
         cluster.tick()
-    hold = cluster.core.roster.held(moved)
+    hold = cluster.core.workers.held(moved)
     assert hold is not None and hold.moving
     for _ in range(4):
         cluster.tick()
@@ -280,7 +280,7 @@ def test_a_handover_that_comes_late_is_as_good() -> None:
         cluster.core.decide(cluster.now)
     assert moved in cluster.core.scans
     cluster.core.take(cluster.handover(moved), 0, 0, now=cluster.now)
-    assert cluster.core.unplaced[moved].attempt == 1 and not cluster.core.scans
+    assert cluster.core.pending[moved].attempt == 1 and not cluster.core.scans
     cluster.core.take(cluster.handover(moved), 0, 0, now=cluster.now)
     assert cluster.core.migrations == 1, "it counts once"
 
@@ -309,14 +309,14 @@ def test_a_migration_whose_target_dies_is_taken_over() -> None:
 
 def test_moves_do_not_count_as_attempts_that_nobody_survives() -> None:
     cluster = draining()
-    roster, identity = cluster.core.roster, next(iter(cluster.running["w0"]))
+    workers, identity = cluster.core.workers, next(iter(cluster.running["w0"]))
     for attempt in range(7):
-        roster.sent(
+        workers.sent(
             Command("r", "w0", "w0", "move", 0, trajectory_id=identity, attempt=attempt), 0.0
         )
-    assert roster.moved(identity, 0) == 7
+    assert workers.moved(identity, 0) == 7
     cluster.core.scans[identity] = replace(
-        cluster.core.unplaced.get(identity) or _work(cluster, identity), attempt=7
+        cluster.core.pending.get(identity) or _work(cluster, identity), attempt=7
     )
     cluster.core.scanned(identity, Prefix())
     assert identity not in cluster.core.given_up

@@ -74,7 +74,7 @@ def test_one_step_off_admits_a_batch_at_once_and_the_next_when_all_of_it_is_fini
     played = Played(Window(1, 3), Schedule(kind="one-step-off"))
     played.hear(WORKER)
     assert admitted(played.tick()) == [(0, 0), (1, 0), (2, 0)], "there is room for two only"
-    assert len(played.core.unplaced) == 2
+    assert len(played.core.pending) == 2
     played.finish(0, 0)
     assert not admitted(played.tick()), "a group is not finished"
     played.finish(1, 0)
@@ -114,7 +114,7 @@ def test_partial_loads_a_new_version_on_busy_workers_and_starts_old_groups_there
     played.tick()
     for identity, work in list(played.core.scans.items()):
         assert work.version == 0
-        played.core.unplaced[identity] = played.core.scans.pop(identity)
+        played.core.pending[identity] = played.core.scans.pop(identity)
     started = {start.work.version for start in played.tick().plan.starts}
     assert 0 in started, "under the newest version, which its worker hosts"
 

@@ -5,9 +5,9 @@ a coordinator may die at any moment. A decision changes nothing until `committed
 transaction is in the log. Nothing is admitted beyond the window (C3), nothing that was admitted is
 forgotten (C2), and every attempt at a trajectory is of its group's version (C1).
 
-Life of a started trajectory: `unplaced` (nobody generates it), held by a worker (`roster`), lost by
-it (`scans`: what it left in the chunk log is being read) or handed over, `unplaced` again with that
-prefix, ..., finished. Times are seconds of the caller's monotonic clock.
+Life of a started trajectory: `pending` (no worker generates it), leased to a worker (`workers`),
+lost by it (`scans`: what it left in the chunk log is being read) or handed over, `pending` again
+with that prefix, ..., finished. Times are seconds of the caller's monotonic clock.
 """
 
 from collections.abc import Iterable
@@ -16,11 +16,11 @@ from dataclasses import replace
 from dora.core.processes import GONE
 from dora.core.ring import eval_group_id, parse_trajectory_id, trajectory_id
 from dora.core.scheduling.estimates import History, PromptOf
-from dora.core.scheduling.pending import Unplaced, Waiting
+from dora.core.scheduling.pending import PendingAttempt, PendingQueue
 from dora.core.scheduling.placement import Admit, Plan, due_evaluations
 from dora.core.scheduling.prefixes import Prefix
-from dora.core.scheduling.scheduler import RUN_COMPLETE, Decision, Dispatch, Rules, Yield
-from dora.core.scheduling.workers import Roster, parse_holding
+from dora.core.scheduling.scheduler import RUN_COMPLETE, Decision, Rules, Scheduler, Yield
+from dora.core.scheduling.workers import WorkerRegistry, parse_lease_name
 from dora.core.state import RunState, finished_facts
 from dora.schemas.records import (
     Admission,
@@ -49,16 +49,16 @@ class Coordination:
     def __init__(self, rules: Rules, incarnation: str, prompt_of: PromptOf | None = None) -> None:
         self.rules = rules
         self.state = RunState(rules.window, rules.group_size, rules.success_threshold)
-        self.roster = Roster(
+        self.workers = WorkerRegistry(
             heartbeat_timeout=rules.heartbeat_timeout,
             load_timeout=rules.load_timeout,
             memory_threshold=rules.schedule.memory_threshold,
         )
-        self.unplaced = Waiting()
+        self.pending = PendingQueue()
         """Started trajectories that nobody generates, by id."""
-        self.scans: dict[str, Unplaced] = {}
+        self.scans: dict[str, PendingAttempt] = {}
         """Lost trajectories whose chunks are to be read; see `scanned`."""
-        self.given_up: dict[str, Unplaced] = {}
+        self.given_up: dict[str, PendingAttempt] = {}
         """Trajectories that were tried too often and are to be recorded as failed."""
         self.rival: Status | None = None
         """Last word of another coordinator of this run; whoever looks at it clears it."""
@@ -71,8 +71,8 @@ class Coordination:
         self.resumed_tokens = 0
         ranked = rules.schedule.longest_first
         self._history = History(prompt_of) if ranked and prompt_of is not None else None
-        self._dispatch = Dispatch(
-            rules, self.state, self.roster, self.unplaced, ranked=self._history is not None
+        self._dispatch = Scheduler(
+            rules, self.state, self.workers, self.pending, ranked=self._history is not None
         )
         self._incarnation = incarnation
         self._echo_at: float | None = None
@@ -100,11 +100,11 @@ class Coordination:
                     if self._history is not None and record.purpose == "train":
                         self._history.finished(record.ordinal, facts.generated_tokens)
                 elif outcome in ("unknown", "foreign"):
-                    self.roster.seen_attempt(record.trajectory_id, record.attempt)
+                    self.workers.seen_attempt(record.trajectory_id, record.attempt)
             case Chunk() if live:
                 self._handed_over(record)
             case Status(role="rollout"):
-                if not self.roster.hear(record, now, live=live) and live:
+                if not self.workers.on_status(record, now, live=live) and live:
                     self._zombies[record.incarnation] = record
             case Status(role="coordinator") if live:
                 if record.incarnation == self._incarnation:
@@ -132,17 +132,17 @@ class Coordination:
         """While catching up: all commands and statuses of the log were fed; trajectories may
         follow."""
         for command, offset in self._commands:
-            self.roster.sent(command, now, offset)
+            self.workers.sent(command, now, offset)
         self._commands.clear()
 
     def rebuilt(self, now: float) -> None:
         """The log was fed to its end: whatever was started and has no holder is found."""
         self.heard_commands(now)
-        self.roster.lost(now)  # what has no live holder is found just below
+        self.workers.lost(now)  # what has no live holder is found just below
         for group, missing in self.state.unfinished():
             for sample in missing:
                 identity = trajectory_id(group.group_id, sample)
-                if self.roster.held(identity) is None:
+                if self.workers.held(identity) is None:
                     self._release(identity)
 
     def scanned(self, identity: str, prefix: Prefix) -> None:
@@ -152,12 +152,12 @@ class Coordination:
         if work is None:
             return  # finished meanwhile
         tried = work.attempt - prefix.barren_since
-        if tried - self.roster.moved(identity, prefix.barren_since) >= self.rules.max_attempts:
+        if tried - self.workers.moved(identity, prefix.barren_since) >= self.rules.max_attempts:
             self.given_up[identity] = work
             return
         self.takeovers += 1
         self.resumed_tokens += prefix.tokens
-        self.unplaced[identity] = replace(
+        self.pending[identity] = replace(
             work,
             prefix_token_ids=prefix.token_ids,
             prefix_logprobs=prefix.logprobs,
@@ -172,13 +172,13 @@ class Coordination:
             return
         if work is not None and work.attempt == chunk.attempt + 1:
             del self.scans[identity]  # it came late
-        elif self.roster.handed_over(identity, chunk.attempt):
+        elif self.workers.handed_over(identity, chunk.attempt):
             work = self._unheld(identity)
         else:
             return
         if work is not None:
             self.migrations += 1
-            self.unplaced[identity] = replace(
+            self.pending[identity] = replace(
                 work, prefix_token_ids=chunk.token_ids, prefix_logprobs=chunk.logprobs
             )
 
@@ -195,8 +195,8 @@ class Coordination:
     def decide(self, now: float) -> Decision:
         """What is lost, what is due, who does it."""
         if self._deaf(now):
-            self.roster.excuse(now)
-        for identity in self.roster.lost(now):
+            self.workers.excuse(now)
+        for identity in self.workers.lost(now):
             self._release(identity)
         if self.state.newest < 0:
             return Decision()
@@ -252,14 +252,14 @@ class Coordination:
                 self.opened = max(self.opened, record.policy_version)
                 admitted.append(record)
             elif isinstance(record, Command):
-                self.roster.sent(record, now)
+                self.workers.sent(record, now)
                 self._dispatch.pauses.sent(record, self.state.newest)
                 if record.kind == "start":
-                    self.unplaced.pop(record.trajectory_id, None)
+                    self.pending.pop(record.trajectory_id, None)
         for admission in admitted:
             for sample in range(admission.group_size):
                 identity = trajectory_id(admission.group_id, sample)
-                if self.roster.held(identity) is None:
+                if self.workers.held(identity) is None:
                     self._release(identity)
         for work in decision.given_up:
             self.given_up.pop(trajectory_id(work.group_id, work.sample), None)
@@ -278,11 +278,11 @@ class Coordination:
         if work.attempt == 0:
             history = self._history if work.purpose == "train" else None
             rank = 0.0 if history is None else -history.expected(work.ordinal)
-            self.unplaced.put(identity, work, rank)
+            self.pending.put(identity, work, rank)
         else:
             self.scans[identity] = work
 
-    def _unheld(self, identity: str) -> Unplaced | None:
+    def _unheld(self, identity: str) -> PendingAttempt | None:
         """The next attempt at a trajectory; None if it needs none."""
         group_id, sample = parse_trajectory_id(identity)
         group = self.state.groups.get(group_id)
@@ -290,52 +290,54 @@ class Coordination:
             return None
         if group.version < self.rules.window.oldest_live(self.state.newest):
             return None  # see `_give_up_departed`
-        attempt = self.roster.next_attempt(identity)
-        return Unplaced(group_id, sample, group.version, group.ordinal, group.purpose, attempt)
+        attempt = self.workers.next_attempt(identity)
+        return PendingAttempt(
+            group_id, sample, group.version, group.ordinal, group.purpose, attempt
+        )
 
     def _give_up_departed(self) -> None:
         """Evaluations of versions that left the window are given up: their slots are somebody
         else's, and no worker loads such a version any more."""
         oldest = self.rules.window.oldest_live(self.state.newest)
-        for waiting in (self.unplaced, self.scans):
+        for waiting in (self.pending, self.scans):
             for identity in [i for i, work in waiting.items() if work.version < oldest]:
                 del waiting[identity]
 
     def _finished(self, identity: str) -> None:
-        self.roster.finished(identity)
-        self.unplaced.pop(identity, None)
+        self.workers.finished(identity)
+        self.pending.pop(identity, None)
         self.scans.pop(identity, None)
         self.given_up.pop(identity, None)
 
     def _superseded(self) -> list[Yield]:
         """What a worker that was given up and speaks again still generates: others have it now."""
         yields = []
-        for name in sorted(self.roster.disputed):
-            member = self.roster.member(name)
-            for held in sorted(member.superseded if member else ()):
-                identity, attempt = parse_holding(held)
-                assert member is not None
-                yields.append(Yield(member.status, identity, attempt, "another worker took over"))
+        for name in sorted(self.workers.disputed):
+            worker = self.workers.worker(name)
+            for held in sorted(worker.superseded if worker else ()):
+                identity, attempt = parse_lease_name(held)
+                assert worker is not None
+                yields.append(Yield(worker.status, identity, attempt, "another worker took over"))
         return yields
 
     def _last_yields(self) -> list[Yield]:
         """After the last step: takes back what nobody will train any more."""
-        for waiting in (self.unplaced, self.scans):
+        for waiting in (self.pending, self.scans):
             for identity in [i for i, work in waiting.items() if work.purpose == "train"]:
                 del waiting[identity]
         yields = []
-        for member in self.roster.members():
-            for identity in sorted(member.holds):
+        for worker in self.workers.workers():
+            for identity in sorted(worker.leases):
                 group = self.state.groups.get(parse_trajectory_id(identity)[0])
-                hold = self.roster.held(identity)
-                if group is not None and group.purpose == "train" and hold is not None:
-                    yields.append(Yield(member.status, identity, hold.attempt, RUN_COMPLETE))
+                lease = self.workers.held(identity)
+                if group is not None and group.purpose == "train" and lease is not None:
+                    yields.append(Yield(worker.status, identity, lease.attempt, RUN_COMPLETE))
         return yields
 
     def _end_alone(self, now: float) -> None:
         """A run that is complete may have nobody left to be told; whoever is about to speak has a
         heartbeat's time for it."""
-        alone = all(member.status.state in GONE for member in self.roster.members())
+        alone = all(worker.status.state in GONE for worker in self.workers.workers())
         if not (alone and self._evaluated):
             self._alone_since = None
         elif self._alone_since is None:
@@ -369,8 +371,8 @@ class Coordination:
         if not self._evaluated:
             return ()
         return tuple(
-            member.status
-            for member in self.roster.members()
-            if member.status.state not in GONE
-            and member.status.incarnation not in self._told_to_stop
+            worker.status
+            for worker in self.workers.workers()
+            if worker.status.state not in GONE
+            and worker.status.incarnation not in self._told_to_stop
         )

@@ -1,7 +1,7 @@
-"""Started trajectories that nobody generates, in the order in which they are to start.
+"""Started trajectories that no worker generates, in the order in which they are to start.
 
-Invariant: within a version, the order is that of the journal, then of the samples, unless a rank
-is given; a look at the next ones does not depend on how many wait.
+Within a version the order is that of the journal, then of the samples, unless a rank is given. The
+cost of looking at the next ones does not depend on how many wait.
 """
 
 from collections.abc import Iterator, MutableMapping
@@ -12,7 +12,7 @@ from dora.schemas.records import Purpose, VersionRun
 
 
 @dataclass(frozen=True, slots=True)
-class Unplaced:
+class PendingAttempt:
     """A started trajectory that no worker holds; `attempt` is the number of its next attempt.
 
     That attempt goes on from the prefix, packed as in the records; `prefix_runs` as in Command.
@@ -32,17 +32,17 @@ class Unplaced:
 Rank = tuple[float, int, int]
 
 
-class Waiting(MutableMapping[str, Unplaced]):
-    """Unplaced trajectories by id. `rank` in `put` comes before the journal's order: lower ones
-    start first."""
+class PendingQueue(MutableMapping[str, PendingAttempt]):
+    """Pending attempts by trajectory id. A lower `rank` in `put` starts first, before the journal's
+    order."""
 
     def __init__(self) -> None:
-        self._items: dict[str, Unplaced] = {}
+        self._items: dict[str, PendingAttempt] = {}
         self._heaps: dict[int, list[tuple[Rank, str]]] = {}
         self._ranks: dict[str, Rank] = {}
         self._counts: dict[int, int] = {}
 
-    def __getitem__(self, identity: str) -> Unplaced:
+    def __getitem__(self, identity: str) -> PendingAttempt:
         return self._items[identity]
 
     def __iter__(self) -> Iterator[str]:
@@ -55,14 +55,14 @@ class Waiting(MutableMapping[str, Unplaced]):
         return identity in self._items
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Waiting) and self._items == other._items
+        return isinstance(other, PendingQueue) and self._items == other._items
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __setitem__(self, identity: str, work: Unplaced) -> None:
+    def __setitem__(self, identity: str, work: PendingAttempt) -> None:
         self.put(identity, work)
 
-    def put(self, identity: str, work: Unplaced, rank: float = 0.0) -> None:
+    def put(self, identity: str, work: PendingAttempt, rank: float = 0.0) -> None:
         """A trajectory waits from now on."""
         if identity in self._items:
             del self[identity]
@@ -92,7 +92,7 @@ class Waiting(MutableMapping[str, Unplaced]):
         """How many of a version wait."""
         return self._counts.get(version, 0)
 
-    def first(self, version: int, limit: int) -> list[Unplaced]:
+    def first(self, version: int, limit: int) -> list[PendingAttempt]:
         """The next ones of a version, at most `limit`."""
         heap = self._heaps.get(version, [])
         found: list[tuple[Rank, str]] = []

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from dora.core.ring import train_group_id
-from dora.core.scheduling.pending import Unplaced, Waiting
+from dora.core.scheduling.pending import PendingAttempt, PendingQueue
 from dora.core.scheduling.pool import Pool, WorkerView
 
 # The words in which placement speaks: workers, work, and what a plan makes of them.
@@ -38,7 +38,7 @@ class Start:
     """Let a worker generate a trajectory."""
 
     worker: str
-    work: Unplaced
+    work: PendingAttempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Assignment:
     homeless: list[int]
 
 
-def assign(pool: Pool, waiting: Waiting, situation: Situation) -> Assignment:
+def assign(pool: Pool, waiting: PendingQueue, situation: Situation) -> Assignment:
     """Places waiting trajectories, moves idle workers, and starts new groups."""
     planner = _Planner(pool, waiting, situation)
     try:
@@ -119,7 +119,7 @@ def assign(pool: Pool, waiting: Waiting, situation: Situation) -> Assignment:
 
 
 class _Planner:
-    def __init__(self, pool: Pool, waiting: Waiting, situation: Situation) -> None:
+    def __init__(self, pool: Pool, waiting: PendingQueue, situation: Situation) -> None:
         self.pool = pool
         self.waiting = waiting
         self.it = situation
@@ -152,7 +152,7 @@ class _Planner:
         self.before.setdefault(view.name, self.pool.view(view.name))
         self.pool.put(view)
 
-    def start(self, view: WorkerView, *works: Unplaced) -> None:
+    def start(self, view: WorkerView, *works: PendingAttempt) -> None:
         self.put(view.with_load(view.load + len(works)))
         self.starts += [Start(view.name, work) for work in works]
 
@@ -288,7 +288,7 @@ class _Planner:
         sample; what finds no room now waits."""
         size, group_id = self.it.group_size, train_group_id(ordinal)
         self.admissions.append(Admit(group_id, ordinal, version))
-        works = [Unplaced(group_id, n, version, ordinal, "train", 0) for n in range(size)]
+        works = [PendingAttempt(group_id, n, version, ordinal, "train", 0) for n in range(size)]
         view = self.host(version)
         room = 0 if view is None else view.capacity - view.load
         if view is not None and room >= size and len(self.starts) < STARTS_PER_PLAN:

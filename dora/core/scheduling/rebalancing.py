@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from math import ceil
 
-from dora.core.scheduling.pending import Waiting
+from dora.core.scheduling.pending import PendingQueue
 from dora.core.scheduling.pool import Pool, WorkerView
-from dora.core.scheduling.workers import Roster
+from dora.core.scheduling.workers import WorkerRegistry
 
 _LOOKED_AT = 8
 """Of the lightest workers of a version, how many are looked at for one to be emptied."""
@@ -67,7 +67,7 @@ class Rebalancing:
     def consolidate(
         self,
         pool: Pool,
-        waiting: Waiting,
+        waiting: PendingQueue,
         *,
         newest: int,
         demand: int,
@@ -111,7 +111,7 @@ class Rebalancing:
     def _spare(
         self,
         pool: Pool,
-        waiting: Waiting,
+        waiting: PendingQueue,
         version: int,
         fair: float,
         quiet_since: Callable[[str], float],
@@ -164,15 +164,15 @@ class Rebalancing:
                     break
         return emptied
 
-    def relief(self, roster: Roster, waiting: Waiting, name: str, now: float) -> int:
+    def relief(self, workers: WorkerRegistry, waiting: PendingQueue, name: str, now: float) -> int:
         """How many requests a worker whose memory runs high gives away: as many as bring it a tenth
         below the threshold and find room elsewhere, at most once a period and never all."""
-        member, pool = roster.member(name), roster.pool
-        if member is None or not pool.knows(name) or member.moving or member.leaving:
+        worker, pool = workers.worker(name), workers.pool
+        if worker is None or not pool.knows(name) or worker.moving or worker.leaving:
             return 0
         if now - self._relieved_at.get(name, float("-inf")) < max(self._period, 1.0):
             return 0
-        view, used = pool.view(name), member.status.metrics["kv_used_share"]
+        view, used = pool.view(name), worker.status.metrics["kv_used_share"]
         versions = view.versions or (view.version,)
         room = min(pool.shelf(v).room - waiting.count(v) for v in versions)
         share = min(1.0, max(0.0, 1 - 0.9 * self._memory_threshold / used))

@@ -1,6 +1,6 @@
 """From what is known to who generates what: placement, balance and pauses of one tick.
 
-Invariant: nothing is decided twice. What one tick has sent, the next one sees in roster, pool and
+Invariant: nothing is decided twice. What one tick has sent, the next one sees in workers, pool and
 waiting trajectories.
 """
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from heapq import nlargest
 
 from dora.core.filling import fillable, oldest_filled
-from dora.core.scheduling.pending import Unplaced, Waiting
+from dora.core.scheduling.pending import PendingAttempt, PendingQueue
 from dora.core.scheduling.placement import Admit, Plan, Situation, Switch, assign
 from dora.core.scheduling.rebalancing import Rebalancing
 from dora.core.scheduling.schedules import Pauses, Schedule
-from dora.core.scheduling.workers import Roster
+from dora.core.scheduling.workers import WorkerRegistry
 from dora.core.state import RunState
 from dora.core.window import Window
 from dora.schemas.records import (
@@ -67,7 +67,7 @@ class Decision:
     pauses: tuple[Status, ...] = ()
     stops: tuple[Status, ...] = ()
     zombies: tuple[Status, ...] = ()
-    given_up: tuple[Unplaced, ...] = ()
+    given_up: tuple[PendingAttempt, ...] = ()
     last_yields: bool = False
     addressees: Mapping[str, Status] = field(default_factory=dict)
 
@@ -84,19 +84,25 @@ class Decision:
         )
 
 
-class Dispatch:
+class Scheduler:
     """Plans over what a coordination knows; it owns only when it last rebalanced and paused."""
 
     def __init__(
-        self, rules: Rules, state: RunState, roster: Roster, waiting: Waiting, *, ranked: bool
+        self,
+        rules: Rules,
+        state: RunState,
+        workers: WorkerRegistry,
+        waiting: PendingQueue,
+        *,
+        ranked: bool,
     ) -> None:
         self._ranked = ranked
         self.pauses = Pauses()
         self._rules = rules
         self._state = state
-        self._roster = roster
+        self._workers = workers
         self._waiting = waiting
-        roster.pool.follows = rules.schedule.roams or rules.schedule.adapters
+        workers.pool.follows = rules.schedule.roams or rules.schedule.adapters
         self._rebalancing = Rebalancing(
             rules.schedule.rebalance_seconds, rules.schedule.memory_threshold
         )
@@ -104,10 +110,10 @@ class Dispatch:
     def place(self, now: float, *, blocked: bool) -> tuple[Plan, list[Yield]]:
         """Who generates what; `blocked`: what is about to be placed comes before new groups."""
         schedule, state = self._rules.schedule, self._state
-        self._roster.pool.turn_to(state.newest)
+        self._workers.pool.turn_to(state.newest)
         admissible = schedule.admissible(state, self._rules.steps - state.newest)
         made = assign(
-            self._roster.pool,
+            self._workers.pool,
             self._waiting,
             Situation(
                 newest=state.newest,
@@ -123,7 +129,7 @@ class Dispatch:
             ),
         )
         demand = (admissible - len(made.plan.admissions)) * self._rules.group_size
-        pool = self._roster.pool
+        pool = self._workers.pool
         left = {pool.view(switch.worker).version for switch in made.plan.switches}
         moves = self._moves(made.homeless, demand, left, now)
         giving = {each.worker.process for each in moves}
@@ -139,13 +145,13 @@ class Dispatch:
             return 0
         if self._rules.window.max_staleness == 0:
             return self._rules.window.capacity * self._rules.group_size
-        return self._roster.pool.capacity // 4
+        return self._workers.pool.capacity // 4
 
     def _older(self, admissible: int) -> dict[int, int]:
         """An older version with idle slots on its last worker, and how many groups may start under
         it; none where the newest version has room for all that may start."""
         window, newest, size = self._rules.window, self._state.newest, self._rules.group_size
-        pool = self._roster.pool
+        pool = self._workers.pool
         schedule = self._rules.schedule
         if not schedule.fills:
             return {}
@@ -165,50 +171,50 @@ class Dispatch:
     def _moves(self, homeless: list[int], demand: int, left: set[int], now: float) -> list[Yield]:
         """What is to go to another worker. Versions that workers have just `left` are looked at
         once these are gone: their room goes with them."""
-        roster, newest = self._roster, self._state.newest
+        workers, newest = self._workers, self._state.newest
         moves: list[Yield] = []
         if self._rules.schedule.moves:
-            emptied = self._rebalancing.evict(roster.pool, homeless, newest)
+            emptied = self._rebalancing.evict(workers.pool, homeless, newest)
             if not emptied:
                 emptied = self._rebalancing.consolidate(
-                    roster.pool,
+                    workers.pool,
                     self._waiting,
                     newest=newest,
                     demand=demand,
                     left=left,
-                    quiet_since=roster.settled_at,
+                    quiet_since=workers.settled_at,
                     now=now,
                 )
             for each in emptied:
                 moves += self._move(each.worker, each.reason, None, now)
         if self._rules.schedule.migration and not self._rules.schedule.roams:
-            for name in roster.pressed:
-                count = self._rebalancing.relief(roster, self._waiting, name, now)
+            for name in workers.pressed:
+                count = self._rebalancing.relief(workers, self._waiting, name, now)
                 if count:
                     moves += self._move(name, "its memory runs high", count, now)
         return moves
 
     def _move(self, name: str, reason: str, count: int | None, now: float) -> list[Yield]:
         """Moves of all trajectories of a worker, or of the `count` youngest that may move."""
-        member = self._roster.member(name)
-        if member is None:
+        worker = self._workers.worker(name)
+        if worker is None:
             return []
         held = [
-            (hold.sent_at, identity, hold.attempt)
-            for identity in member.holds - member.moving
-            if (hold := self._roster.held(identity)) is not None
+            (lease.sent_at, identity, lease.attempt)
+            for identity in worker.leases - worker.moving
+            if (lease := self._workers.held(identity)) is not None
         ]
         if count is not None:
             settled = now - self._rules.schedule.rebalance_seconds
             held = nlargest(count, [h for h in held if h[2] == 0 or h[0] <= settled])
-        return [Yield(member.status, identity, n, reason) for _, identity, n in sorted(held)]
+        return [Yield(worker.status, identity, n, reason) for _, identity, n in sorted(held)]
 
     def pause(self, plan: Plan) -> tuple[Plan, list[Status]]:
         """Who pauses while a step is trained on the same devices, and who goes on after it."""
         if not self._rules.schedule.pauses:
             return plan, []
         newest = self._state.newest
-        pauses, resumed = self.pauses.due(self._roster.members(), newest)
+        pauses, resumed = self.pauses.due(self._workers.workers(), newest)
         switching = {switch.worker for switch in plan.switches}
         switches = [
             Switch(status.process, newest, "training is over")
@@ -222,5 +228,5 @@ class Dispatch:
     def addressees(self, plan: Plan) -> dict[str, Status]:
         names = {start.worker for start in plan.starts}
         names.update(switch.worker for switch in plan.switches)
-        members = ((name, self._roster.member(name)) for name in names)
-        return {name: member.status for name, member in members if member is not None}
+        workers = ((name, self._workers.worker(name)) for name in names)
+        return {name: worker.status for name, worker in workers if worker is not None}

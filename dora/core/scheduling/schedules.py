@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dora.core.processes import GONE
-from dora.core.scheduling.workers import Member
+from dora.core.scheduling.workers import WorkerState
 from dora.core.state import RunState
 from dora.schemas.records import Command, Status
 
@@ -84,20 +84,20 @@ class Pauses:
         """A status of the trainer."""
         self._training = trainer.version if trainer.state == "training" else -1
 
-    def due(self, members: Iterable[Member], newest: int) -> tuple[list[Status], list[Status]]:
+    def due(self, workers: Iterable[WorkerState], newest: int) -> tuple[list[Status], list[Status]]:
         """Who is to pause, and who is to go on under the version that it hosts."""
         training = newest if self._training == newest else -1
         pause, resume = [], []
-        for member in members:
-            status = member.status
-            if status.state in GONE or not member.confirmed or status.version < 0:
+        for worker in workers:
+            status = worker.status
+            if status.state in GONE or not worker.confirmed or status.version < 0:
                 continue
             known = self._told.get(status.process)
             if known == (status.incarnation, training):
                 continue
             if training >= 0:
                 pause.append(status)
-            elif member.switching_to is None and status.version == newest:
+            elif worker.switching_to is None and status.version == newest:
                 resume.append(status)
         return pause, resume
 

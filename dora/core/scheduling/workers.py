@@ -1,4 +1,4 @@
-"""The coordinator's view of the workers and of who holds which trajectory.
+"""The coordinator's view of the workers and of who leases which trajectory.
 
 Invariant: a trajectory has at most one holder, and a holder is one incarnation of a worker. A
 trajectory whose holder is gone (silent, replaced, failed, stopped, or alive and not knowing of it)
@@ -20,15 +20,15 @@ from dora.schemas.records import Command, Status
 
 # Attempts in the hands of workers, and how a worker names them.
 #
-# Invariant: `parse_holding(holding(t, a)) == (t, a)` for every trajectory id and attempt.
+# Invariant: `parse_lease_name(lease_name(t, a)) == (t, a)` for every trajectory id and attempt.
 
 
-def holding(trajectory_id: str, attempt: int) -> str:
+def lease_name(trajectory_id: str, attempt: int) -> str:
     """How a worker names an attempt in `Status.running`."""
     return f"{trajectory_id}#{attempt}"
 
 
-def parse_holding(text: str) -> tuple[str, int]:
+def parse_lease_name(text: str) -> tuple[str, int]:
     """Trajectory id and attempt of an entry of `Status.running`; ValueError when malformed."""
     trajectory_id, separator, attempt = text.rpartition("#")
     if not separator or not attempt.isdecimal():
@@ -37,7 +37,7 @@ def parse_holding(text: str) -> tuple[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class Lease:
     """An attempt in the hands of a worker; `moving`: it was told to hand it over."""
 
     worker: str
@@ -52,13 +52,13 @@ RELIEVED = 0.05
 
 
 @dataclass(slots=True)
-class Member:
+class WorkerState:
     """One incarnation of a worker as last heard.
 
     `superseded` are attempts that it generates although others took them over (it was given up and
-    came back), `yielded` those of them that it was told to stop. `moving` are those of its `holds`
+    came back), `yielded` those of them that it was told to stop. `moving` are those of its `leases`
     that it is to hand over; a worker that is to hand over all is `leaving` until it gets new work.
-    `named` is how its status should name its holds. `settled_at`: when it last got a version or
+    `named` is how its status should name its leases. `settled_at`: when it last got a version or
     another's trajectory; `check_at`: when its silence is looked at.
     """
 
@@ -66,7 +66,7 @@ class Member:
     heard_at: float
     confirmed: bool
     switching_to: int | None = None
-    holds: set[str] = field(default_factory=set)
+    leases: set[str] = field(default_factory=set)
     moving: set[str] = field(default_factory=set)
     named: set[str] = field(default_factory=set)
     superseded: set[str] = field(default_factory=set)
@@ -77,8 +77,8 @@ class Member:
     check_at: float = float("inf")
 
 
-class Roster:
-    """Workers and holds; `pool` indexes those that can generate, or are on their way to.
+class WorkerRegistry:
+    """Workers and leases; `pool` indexes those that can generate, or are on their way to.
 
     `heartbeat_timeout` (seconds) is how long a worker may be silent; one that loads weights may be
     silent for `load_timeout`. `memory_threshold` is the share of a worker's key-value cache from
@@ -98,8 +98,8 @@ class Roster:
         self._memory_threshold = memory_threshold
         self._excused_at = float("-inf")
         self._speeds = Speeds()
-        self._members: dict[str, Member] = {}
-        self._holds: dict[str, Hold] = {}
+        self._workers: dict[str, WorkerState] = {}
+        self._leases: dict[str, Lease] = {}
         self._attempts: dict[str, int] = {}
         self._moved: dict[str, set[int]] = {}  # attempts that were told to move
         self._lost: list[str] = []
@@ -107,7 +107,7 @@ class Roster:
         self._silences: list[tuple[float, str]] = []  # when to look at a worker's silence
         self._handovers: list[tuple[float, str, int]] = []  # when to look at a move
 
-    def hear(self, status: Status, now: float, *, live: bool = True) -> bool:
+    def on_status(self, status: Status, now: float, *, live: bool = True) -> bool:
         """Takes a worker's status; False if it comes from a replaced incarnation (a zombie).
 
         `live` is false for what was read while catching up: such a worker is given no work before
@@ -116,71 +116,71 @@ class Roster:
         if status.incarnation in self._replaced:
             return status.state in GONE
         name = status.process
-        member = self._members.get(name)
-        if member is None or member.status.incarnation != status.incarnation:
-            if member is not None:
-                self._replaced.add(member.status.incarnation)
-                self._release(member)
+        worker = self._workers.get(name)
+        if worker is None or worker.status.incarnation != status.incarnation:
+            if worker is not None:
+                self._replaced.add(worker.status.incarnation)
+                self._release(worker)
                 self._speeds.forget(name)
                 self.disputed.pop(name, None)
-            member = self._members[name] = Member(status, now, live)
-        switched = member.status.loading != -1 and status.loading == -1
-        if status.version != member.status.version:
-            member.settled_at = now
-            member.leaving = False  # it has left
-        member.status = status
-        member.heard_at = now
-        member.confirmed = member.confirmed or live
+            worker = self._workers[name] = WorkerState(status, now, live)
+        switched = worker.status.loading != -1 and status.loading == -1
+        if status.version != worker.status.version:
+            worker.settled_at = now
+            worker.leaving = False  # it has left
+        worker.status = status
+        worker.heard_at = now
+        worker.confirmed = worker.confirmed or live
         if status.loading != -1:
-            member.switching_to = status.loading
-        elif switched or member.switching_to in (status.version, *status.versions):
+            worker.switching_to = status.loading
+        elif switched or worker.switching_to in (status.version, *status.versions):
             # done, or given up because the version had left the window
-            member.switching_to = None
-        self._compare(member, live=live)
-        self._measure(member)
+            worker.switching_to = None
+        self._compare(worker, live=live)
+        self._measure(worker)
         if status.state in GONE:
-            self._release(member)
-        self._watch(member)
-        self._changed(member)
+            self._release(worker)
+        self._watch(worker)
+        self._changed(worker)
         return True
 
-    def _compare(self, member: Member, *, live: bool) -> None:
+    def _compare(self, worker: WorkerState, *, live: bool) -> None:
         """Finds attempts in a worker's hands that are not its own any more, and its own of which it
         does not know."""
-        running = set(member.status.running)
-        for held in sorted(member.named - running):
-            trajectory_id, _ = parse_holding(held)
-            hold = self._holds[trajectory_id]
-            if member.heard_at - hold.sent_at > self._heartbeat_timeout and not hold.moving:
+        running = set(worker.status.running)
+        for held in sorted(worker.named - running):
+            trajectory_id, _ = parse_lease_name(held)
+            lease = self._leases[trajectory_id]
+            if worker.heard_at - lease.sent_at > self._heartbeat_timeout and not lease.moving:
                 self._drop(trajectory_id)
                 self._lost.append(trajectory_id)
         if not live:
             return
-        member.yielded &= running
-        member.superseded.clear()
-        for held in running - member.named - member.yielded:
-            trajectory_id, _ = parse_holding(held)
+        worker.yielded &= running
+        worker.superseded.clear()
+        for held in running - worker.named - worker.yielded:
+            trajectory_id, _ = parse_lease_name(held)
             if trajectory_id in self._attempts:
-                member.superseded.add(held)
-        self._dispute(member)
+                worker.superseded.add(held)
+        self._dispute(worker)
 
-    def _dispute(self, member: Member) -> None:
-        if member.superseded:
-            self.disputed[member.status.process] = None
+    def _dispute(self, worker: WorkerState) -> None:
+        if worker.superseded:
+            self.disputed[worker.status.process] = None
         else:
-            self.disputed.pop(member.status.process, None)
+            self.disputed.pop(worker.status.process, None)
 
-    def _measure(self, member: Member) -> None:
+    def _measure(self, worker: WorkerState) -> None:
         """Speed and memory, as far as the worker tells them."""
-        status = member.status
+        status = worker.status
         rate = status.metrics.get("tokens_per_second")
         if rate is not None:
             self._speeds.heard(status.process, rate, len(status.running))
         used = status.metrics.get("kv_used_share", 0.0)
-        limit = self._memory_threshold - (RELIEVED if member.pressed else 0.0)
+        limit = self._memory_threshold - (RELIEVED if worker.pressed else 0.0)
         # a lone trajectory has nobody to make room for
-        member.pressed = used >= limit and len(status.running) > 1
-        if member.pressed:
+        worker.pressed = used >= limit and len(status.running) > 1
+        if worker.pressed:
             self.pressed[status.process] = None
         else:
             self.pressed.pop(status.process, None)
@@ -191,76 +191,80 @@ class Roster:
         `offset` is given for the latter, after the worker's status was heard: a command that the
         worker has carried out leaves only what its status shows.
         """
-        member = self._members.get(command.worker)
-        if member is not None and member.status.incarnation != command.incarnation:
-            member = None
+        worker = self._workers.get(command.worker)
+        if worker is not None and worker.status.incarnation != command.incarnation:
+            worker = None
         if (
-            member is not None
+            worker is not None
             and offset is not None
-            and offset <= member.status.command_offset
+            and offset <= worker.status.command_offset
             and not (
                 command.kind == "start"
-                and holding(command.trajectory_id, command.attempt) in member.status.running
+                and lease_name(command.trajectory_id, command.attempt) in worker.status.running
             )
         ):
-            member = None
+            worker = None
         match command.kind:
             case "start":
-                self._sent_start(command, member, now)
+                self._sent_start(command, worker, now)
             case "yield":
-                self._sent_yield(command, member)
+                self._sent_yield(command, worker)
             case "move":
-                self._sent_move(command, member, now)
-            case "switch" if member is not None:
-                if command.policy_version not in (member.status.version, *member.status.versions):
-                    member.switching_to = command.policy_version
-        if member is not None:
-            self._watch(member)
-            self._changed(member)
+                self._sent_move(command, worker, now)
+            case "switch" if worker is not None:
+                if command.policy_version not in (worker.status.version, *worker.status.versions):
+                    worker.switching_to = command.policy_version
+        if worker is not None:
+            self._watch(worker)
+            self._changed(worker)
 
-    def _sent_start(self, command: Command, member: Member | None, now: float) -> None:
+    def _sent_start(self, command: Command, worker: WorkerState | None, now: float) -> None:
         trajectory_id = command.trajectory_id
         known = self._attempts.get(trajectory_id, -1)
         self._attempts[trajectory_id] = max(known, command.attempt)
         self._drop(trajectory_id)
-        if member is None or member.status.state in GONE:
+        if worker is None or worker.status.state in GONE:
             return
-        self._holds[trajectory_id] = Hold(command.worker, command.incarnation, command.attempt, now)
-        member.holds.add(trajectory_id)
-        member.named.add(holding(trajectory_id, command.attempt))
-        member.leaving = False
+        self._leases[trajectory_id] = Lease(
+            command.worker, command.incarnation, command.attempt, now
+        )
+        worker.leases.add(trajectory_id)
+        worker.named.add(lease_name(trajectory_id, command.attempt))
+        worker.leaving = False
         if command.attempt - 1 in self._moved.get(trajectory_id, ()):
-            member.settled_at = now
+            worker.settled_at = now
 
-    def _sent_yield(self, command: Command, member: Member | None) -> None:
-        hold = self._holds.get(command.trajectory_id)
-        if hold is not None and (hold.incarnation, hold.attempt) == (
+    def _sent_yield(self, command: Command, worker: WorkerState | None) -> None:
+        lease = self._leases.get(command.trajectory_id)
+        if lease is not None and (lease.incarnation, lease.attempt) == (
             command.incarnation,
             command.attempt,
         ):
             self._drop(command.trajectory_id)
-        if member is not None:
-            held = holding(command.trajectory_id, command.attempt)
-            member.superseded.discard(held)
-            member.yielded.add(held)
-            self._dispute(member)
+        if worker is not None:
+            held = lease_name(command.trajectory_id, command.attempt)
+            worker.superseded.discard(held)
+            worker.yielded.add(held)
+            self._dispute(worker)
 
-    def _sent_move(self, command: Command, member: Member | None, now: float) -> None:
+    def _sent_move(self, command: Command, worker: WorkerState | None, now: float) -> None:
         trajectory_id = command.trajectory_id
         self._moved.setdefault(trajectory_id, set()).add(command.attempt)
-        hold = self._holds.get(trajectory_id)
-        if member is None or hold is None or hold.attempt != command.attempt:
+        lease = self._leases.get(trajectory_id)
+        if worker is None or lease is None or lease.attempt != command.attempt:
             return  # carried out already: whoever still names it will finish it
-        self._holds[trajectory_id] = Hold(hold.worker, hold.incarnation, hold.attempt, now, True)
-        member.moving.add(trajectory_id)
-        member.leaving = len(member.moving) == len(member.holds)
+        self._leases[trajectory_id] = Lease(
+            lease.worker, lease.incarnation, lease.attempt, now, True
+        )
+        worker.moving.add(trajectory_id)
+        worker.leaving = len(worker.moving) == len(worker.leases)
         heappush(self._handovers, (now + self._heartbeat_timeout, trajectory_id, command.attempt))
 
     def handed_over(self, trajectory_id: str, attempt: int) -> bool:
-        """The tokens of an attempt that was told to move came: nobody holds it any more. False if
+        """The tokens of an attempt that was told to move came: nobody leases it any more. False if
         nobody waits for them."""
-        hold = self._holds.get(trajectory_id)
-        if hold is None or not hold.moving or hold.attempt != attempt:
+        lease = self._leases.get(trajectory_id)
+        if lease is None or not lease.moving or lease.attempt != attempt:
             return False
         self._drop(trajectory_id)
         return True
@@ -283,30 +287,30 @@ class Roster:
         """Number of the next attempt: one more than the highest known."""
         return self._attempts.get(trajectory_id, -1) + 1
 
-    def held(self, trajectory_id: str) -> Hold | None:
-        """Who holds the trajectory, or is about to hand it over."""
-        return self._holds.get(trajectory_id)
+    def held(self, trajectory_id: str) -> Lease | None:
+        """Who leases the trajectory, or is about to hand it over."""
+        return self._leases.get(trajectory_id)
 
     def lost(self, now: float) -> list[str]:
         """Trajectories that lost their holder since the last call."""
         while self._silences and self._silences[0][0] < now:
             at, name = heappop(self._silences)
-            member = self._members[name]
-            if member.check_at != at:
+            worker = self._workers[name]
+            if worker.check_at != at:
                 continue  # looked at earlier
-            member.check_at = float("inf")
-            if self.silent(member, now):
-                self._release(member)
-                member.confirmed = False
-                self._changed(member)
+            worker.check_at = float("inf")
+            if self.silent(worker, now):
+                self._release(worker)
+                worker.confirmed = False
+                self._changed(worker)
             else:
-                self._watch(member)
+                self._watch(worker)
         while self._handovers and self._handovers[0][0] < now:
             at, trajectory_id, attempt = heappop(self._handovers)
-            hold = self._holds.get(trajectory_id)
-            if hold is None or not hold.moving or hold.attempt != attempt:
+            lease = self._leases.get(trajectory_id)
+            if lease is None or not lease.moving or lease.attempt != attempt:
                 continue
-            due = max(hold.sent_at, self._excused_at) + self._heartbeat_timeout
+            due = max(lease.sent_at, self._excused_at) + self._heartbeat_timeout
             if due < now:
                 self._drop(trajectory_id)
                 self._lost.append(trajectory_id)
@@ -315,51 +319,51 @@ class Roster:
         lost, self._lost = self._lost, []
         return lost
 
-    def silent(self, member: Member, now: float) -> bool:
+    def silent(self, worker: WorkerState, now: float) -> bool:
         """Whether the worker has been silent for longer than what it does allows."""
-        return self._silent_from(member) < now
+        return self._silent_from(worker) < now
 
-    def _silent_from(self, member: Member) -> float:
+    def _silent_from(self, worker: WorkerState) -> float:
         """When the worker's silence becomes too long, if it goes on."""
         limit = allowed_silence(
-            member.status,
+            worker.status,
             heartbeat_timeout=self._heartbeat_timeout,
             load_timeout=self._load_timeout,
-            switching=member.switching_to is not None,
+            switching=worker.switching_to is not None,
         )
-        return max(member.heard_at, self._excused_at) + limit
+        return max(worker.heard_at, self._excused_at) + limit
 
-    def _watch(self, member: Member) -> None:
+    def _watch(self, worker: WorkerState) -> None:
         """Has the worker's silence looked at in time."""
-        due = self._silent_from(member)
-        if due < member.check_at:
-            member.check_at = due
-            heappush(self._silences, (due, member.status.process))
+        due = self._silent_from(worker)
+        if due < worker.check_at:
+            worker.check_at = due
+            heappush(self._silences, (due, worker.status.process))
 
     def excuse(self, now: float) -> None:
         """Nobody could be heard for a while, for a reason that is not theirs: their silence counts
         from now on."""
         self._excused_at = now
 
-    def members(self) -> Iterable[Member]:
+    def workers(self) -> Iterable[WorkerState]:
         """All workers ever heard, in their newest incarnation."""
-        return self._members.values()
+        return self._workers.values()
 
-    def member(self, name: str) -> Member | None:
+    def worker(self, name: str) -> WorkerState | None:
         """The newest incarnation of a worker."""
-        return self._members.get(name)
+        return self._workers.get(name)
 
     def settled_at(self, name: str) -> float:
         """When the worker last got a version or another's trajectory; KeyError if never heard."""
-        return self._members[name].settled_at
+        return self._workers[name].settled_at
 
-    def _changed(self, member: Member) -> None:
+    def _changed(self, worker: WorkerState) -> None:
         """Brings the pool up to date."""
-        status = member.status
+        status = worker.status
         name = status.process
         if (
-            member.confirmed
-            and (status.state in USABLE or member.switching_to is not None)
+            worker.confirmed
+            and (status.state in USABLE or worker.switching_to is not None)
             and status.state not in GONE
             and status.capacity > 0
         ):
@@ -368,11 +372,11 @@ class Roster:
                     name,
                     status.version,
                     status.capacity,
-                    len(member.holds),
-                    member.switching_to,
+                    len(worker.leases),
+                    worker.switching_to,
                     status.versions,
-                    member.leaving,
-                    member.pressed or bool(member.moving),
+                    worker.leaving,
+                    worker.pressed or bool(worker.moving),
                     self._speeds.of(name),
                     _places(status),
                 )
@@ -381,25 +385,25 @@ class Roster:
             self.pool.drop(name)
 
     def _drop(self, trajectory_id: str) -> None:
-        hold = self._holds.pop(trajectory_id, None)
-        member = None if hold is None else self._members.get(hold.worker)
-        if hold is not None and member is not None:
-            member.holds.discard(trajectory_id)
-            member.moving.discard(trajectory_id)
-            member.named.discard(holding(trajectory_id, hold.attempt))
-            self._changed(member)
+        lease = self._leases.pop(trajectory_id, None)
+        worker = None if lease is None else self._workers.get(lease.worker)
+        if lease is not None and worker is not None:
+            worker.leases.discard(trajectory_id)
+            worker.moving.discard(trajectory_id)
+            worker.named.discard(lease_name(trajectory_id, lease.attempt))
+            self._changed(worker)
 
-    def _release(self, member: Member) -> None:
-        member.switching_to = None
-        member.leaving = False
-        lost = sorted(member.holds)
+    def _release(self, worker: WorkerState) -> None:
+        worker.switching_to = None
+        worker.leaving = False
+        lost = sorted(worker.leases)
         for trajectory_id in lost:
-            del self._holds[trajectory_id]
-        for names in (member.holds, member.moving, member.named):
+            del self._leases[trajectory_id]
+        for names in (worker.leases, worker.moving, worker.named):
             names.clear()
         self._lost += lost
-        self.pool.drop(member.status.process)
-        self.pressed.pop(member.status.process, None)
+        self.pool.drop(worker.status.process)
+        self.pressed.pop(worker.status.process, None)
 
 
 def _places(status: Status) -> int | None:

@@ -28,7 +28,7 @@ from dora.core.window import Window
 from dora.errors import DeadlineError
 from dora.log.status_reporter import StatusReporter
 from dora.producers.coordinator.group_traces import GroupTraces
-from dora.producers.coordinator.log_follower import RunFold
+from dora.producers.coordinator.log_follower import LogFollower
 from dora.producers.coordinator.records import RecordMaker
 from dora.producers.coordinator.takeover import ChunkScanner, Lost
 from dora.producers.tasks.prompts import prompt_identity
@@ -93,7 +93,7 @@ class Coordinator:
             self._statuses.incarnation,
             prompt_identity(config) if config.schedule.longest_first else None,
         )
-        self._fold = RunFold(config, settings, self._coordination, clock)
+        self._fold = LogFollower(config, settings, self._coordination, clock)
         self._ticked_at: float | None = None
         self._scanner = ChunkScanner(settings, mixed=config.schedule.kind == "partial")
 
@@ -212,7 +212,7 @@ class Coordinator:
         stopped_at = self._coordination.stopped_at
         if stopped_at is None:
             return False
-        members = self._coordination.roster.members()
+        members = self._coordination.workers.workers()
         alive = [m.status.process for m in members if m.status.state not in GONE]
         late = self._clock() - stopped_at > STOP_SECONDS
         if alive and late:
@@ -222,7 +222,7 @@ class Coordinator:
     def _beat(self, state: ProcessState, *, force: bool = False) -> None:
         if not force and not self._statuses.due:
             return
-        meter().workers(self._coordination.roster, self._clock())
+        meter().workers(self._coordination.workers, self._clock())
         self._statuses.send(self._status(state))
         if state == "stopped":
             try:
@@ -242,7 +242,7 @@ class Coordinator:
             message,
             version=run_state.newest,
             metrics={
-                "unplaced": float(len(self._coordination.unplaced)),
+                "unplaced": float(len(self._coordination.pending)),
                 "scanning": float(len(self._coordination.scans)),
                 "takeovers_total": float(self._coordination.takeovers),
                 "migrations_total": float(self._coordination.migrations),

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 REBUILD_SECONDS = 300.0
 
 
-class RunFold:
+class LogFollower:
     """Feeds `coordination`; `clock` is a monotonic one, in seconds."""
 
     def __init__(
@@ -74,7 +74,7 @@ class RunFold:
             self._clock() - started,
             state.newest,
             state.outstanding_total,
-            len(self._coordination.unplaced),
+            len(self._coordination.pending),
             len(self._coordination.scans),
         )
         return count

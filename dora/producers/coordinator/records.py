@@ -9,7 +9,7 @@ from typing import Literal
 
 from dora.config import Config
 from dora.core.ring import trajectory_id
-from dora.core.scheduling.pending import Unplaced
+from dora.core.scheduling.pending import PendingAttempt
 from dora.core.scheduling.placement import Plan
 from dora.core.scheduling.scheduler import RUN_COMPLETE, Decision, Yield
 from dora.schemas.records import Admission, Command, Purpose, Record, Sampling, Status, Trajectory
@@ -52,7 +52,7 @@ class RecordMaker:
             reason=reason,
         )
 
-    def start(self, addressee: Status, work: Unplaced) -> Command:
+    def start(self, addressee: Status, work: PendingAttempt) -> Command:
         """The command to generate a trajectory."""
         return Command(
             run=self._run,
@@ -120,7 +120,7 @@ class RecordMaker:
             *(self.start(addressees[start.worker], start.work) for start in plan.starts),
         ]
 
-    def given_up(self, work: Unplaced) -> Trajectory:
+    def given_up(self, work: PendingAttempt) -> Trajectory:
         """Ends a trajectory that no worker survives; its group will be set aside."""
         rollout = self._config.rollout
         now = self._now_ms()

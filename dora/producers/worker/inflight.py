@@ -12,7 +12,7 @@ from dora.bus.topics import RunTopics
 from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.core.ring import partition
-from dora.core.scheduling.workers import holding
+from dora.core.scheduling.workers import lease_name
 from dora.producers.engines.base import Delta, Engine
 from dora.producers.tasks.tokenization import Tokenizer
 from dora.producers.worker.attempt import Attempt
@@ -139,7 +139,7 @@ class InHand:
     def holdings(self) -> Iterator[str]:
         """How a status names them."""
         return (
-            holding(identity, attempt.command.attempt)
+            lease_name(identity, attempt.command.attempt)
             for identity, attempt in self._attempts.items()
         )
 

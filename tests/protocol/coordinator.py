@@ -195,7 +195,7 @@ class ModelCoordinator:
 
     def done(self, now: float) -> bool:
         """Whether the run is complete and all workers confirmed it, or had their time for it."""
-        at, members = self.core.stopped_at, self.core.workers.members()
+        at, members = self.core.stopped_at, self.core.workers.workers()
         return at is not None and (
             now - at > STOP_SECONDS or all(member.status.state in GONE for member in members)
         )

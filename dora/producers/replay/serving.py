@@ -28,7 +28,6 @@ from dora.core.identity import differences
 from dora.core.processes import GONE
 from dora.core.recorded_order import startable, stuck
 from dora.core.ring import JOURNAL, partition, trajectory_id
-from dora.core.scheduling.workers import lease_name
 from dora.core.state import finished_facts
 from dora.errors import DeadlineError, RunError
 from dora.log.ledger import new_state
@@ -335,7 +334,7 @@ class ReplayServer:
                 if isinstance(record, Trajectory)
             }
             running = tuple(
-                holding(*each) for each in itertools.islice(attempts.items(), _RUNNING_SHOWN)
+                lease_name(*each) for each in itertools.islice(attempts.items(), _RUNNING_SHOWN)
             )
         self._coordinator.send(self._coordinator.status(state, message, version=version))
         self._worker.send(

@@ -28,6 +28,7 @@ from dora.core.identity import differences
 from dora.core.processes import GONE
 from dora.core.recorded_order import startable, stuck
 from dora.core.ring import JOURNAL, partition, trajectory_id
+from dora.core.scheduling.workers import lease_name
 from dora.core.state import finished_facts
 from dora.errors import DeadlineError, RunError
 from dora.log.ledger import new_state

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dora import __version__, faults
+from dora.bus.offsets import Partition
 from dora.bus.reader import BEGINNING, LogReader, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
 from dora.config import Config
+from dora.core.ring import JOURNAL, slot_partitions, version_starts
 from dora.core.state import RunState
 from dora.core.window import Window
 from dora.errors import DeadlineError, FencedError, RunError
@@ -140,6 +142,35 @@ def resume(state: RunState, history: History) -> None:
         state.commit(step)
 
 
+def live_positions(
+    reader: LogReader, config: Config, policies: Mapping[int, Policy], state: RunState
+) -> dict[Partition, int]:
+    """Offsets from which a trainer at `state` reads journal and trajectories.
+
+    From there on everything is read that concerns a group of a live version; what lies before
+    concerns groups that the ledger has closed. Slots of no live version are read from their ends:
+    nothing is generated for a new version before it is announced. RunError if `policies` lacks a
+    live version.
+    """
+    topics, ring, lanes = RunTopics(config.run.name), config.window.ring, config.kafka.lanes
+    oldest = state.window.oldest_live(state.newest)
+    every = [
+        (topics.trajectories, index)
+        for version in range(ring)
+        for index in slot_partitions(version, ring, lanes)
+    ]
+    journal = (topics.dispatch, JOURNAL)
+    positions = {**reader.end_offsets(every), journal: BEGINNING}
+    for version in range(oldest, state.newest + 1):
+        if version not in policies:
+            raise RunError(f"the policies topic of run {config.run.name} has no version {version}")
+        positions |= version_starts(policies[version], topics.trajectories)
+    if oldest > 0:  # what the journal holds before version 0 does not belong in it
+        announced = version_starts(policies[oldest], topics.dispatch)
+        positions[journal] = announced.get(journal, BEGINNING)
+    return positions
+
+
 def first_entry(
     config: Config, cluster_id: str, topic_ids: dict[str, str], inputs: Mapping[str, str]
 ) -> RunStarted:
@@ -171,7 +202,7 @@ def whole_ledger(config: Config, settings: ClusterSettings, deadline: float) -> 
 
 class LedgerWriter:
     """Adds entries for one trainer, known by its `incarnation`. It must read each one back within
-    `patience` seconds."""
+    `read_back_seconds`."""
 
     def __init__(
         self,
@@ -180,9 +211,9 @@ class LedgerWriter:
         transactions: TransactionalWriter,
         state: RunState,
         *,
-        patience: float,
+        read_back_seconds: float,
     ) -> None:
-        self._patience = patience
+        self._read_back_seconds = read_back_seconds
         self._unseen: tuple[int, float] | None = None  # newest entry, and when it was committed
         self._run = run
         self._incarnation = incarnation
@@ -239,10 +270,13 @@ class LedgerWriter:
 
     def check_seen(self) -> None:
         """DeadlineError if what was committed last cannot be read: Kafka did not finish it."""
-        if self._unseen is not None and time.monotonic() - self._unseen[1] > self._patience:
+        if (
+            self._unseen is not None
+            and time.monotonic() - self._unseen[1] > self._read_back_seconds
+        ):
             raise DeadlineError(
                 f"ledger entry {self._unseen[0]} was committed, but could not be read back in "
-                f"{self._patience:g} s: Kafka did not finish its transaction",
+                f"{self._read_back_seconds:g} s: Kafka did not finish its transaction",
                 hint="Start the trainer again: it ends the transaction and goes on from what the "
                 "ledger holds.",
             )

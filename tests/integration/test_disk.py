@@ -109,9 +109,9 @@ def test_a_write_that_never_returns_is_silent_in_the_end(
     config = small.config("rollout.load_timeout_seconds=0.5", "rollout.heartbeat_seconds=0.1")
     with LogWriter(settings, client_id="trainer") as writer:
         heartbeat = Heartbeat(config, writer)
-        heartbeat.say("training", "step 0 -> 1")
+        heartbeat.report("training", "step 0 -> 1")
         began = time.time()
-        with heartbeat.through("storing version 1"):
+        with heartbeat.beat_through("storing version 1"):
             threading.Event().wait(1.5)  # the write
     words = [s for s in statuses(settings, small.topics.workers) if isinstance(s, Status)]
     assert {word.message for word in words[1:]} == {"storing version 1"}

@@ -38,7 +38,7 @@ class Speed(click.ParamType):  # type: ignore[type-arg]
     name = "speed"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        """The factor; fails for what is none."""
+        """The factor; fails for anything else."""
         if isinstance(value, float):
             return value
         named = {"recorded": 1.0, "full": math.inf}
@@ -167,7 +167,7 @@ def _retrain(
 
     # libraries print to standard output what is not the report
     with (
-        waiting(f"loading the model of {run}", quiet=as_json) as say,
+        waiting(f"loading the model of {run}", quiet=as_json) as report_progress,
         contextlib.redirect_stdout(sys.stderr),
     ):
         report = train_again(
@@ -180,7 +180,7 @@ def _retrain(
             what_if=changed if what_if else None,
             sets=sets,
             deadline=timeout,
-            progress=lambda done, steps: say(f"{done} of {steps} steps"),
+            progress=lambda done, steps: report_progress(f"{done} of {steps} steps"),
         )
     if as_json:
         print_line(json.dumps(report.to_json() | {"log_notes": recorded.unreadable}, indent=2))
@@ -227,10 +227,12 @@ def _serve(
     if config_out is None:
         command += [part for text in (*sets, f"run.name={name}") for part in ("--set", text)]
     command += ["-b", str(kafka.bootstrap_servers), *registry_arguments(kafka)]
-    say = sys.stderr if as_json else sys.stdout
+    stream = sys.stderr if as_json else sys.stdout
     made = f"made the topics of {name}; " if new else ""
-    click.echo(f"{made}start its trainer beside this command:\n  {shlex.join(command)}", file=say)
-    say.flush()
+    click.echo(
+        f"{made}start its trainer beside this command:\n  {shlex.join(command)}", file=stream
+    )
+    stream.flush()
     server = ReplayServer(recording, config, settings, speed=speed, wait=wait)
     report = server.serve(stop_on_signals())
     if as_json:

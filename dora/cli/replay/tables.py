@@ -1,7 +1,4 @@
-"""How a replay is shown to people.
-
-Invariant: the verdict comes last and says in words what `identical` says in JSON.
-"""
+"""How a replay is shown in a terminal."""
 
 from rich.console import Console
 from rich.table import Table

@@ -1,7 +1,7 @@
 """A configuration as a TOML file.
 
-Invariant: reading the file gives the configuration back, but for how Kafka is reached, which is
-not written (it may be secret), and the directory that relative paths are looked for in.
+Reading the file gives the configuration back, without how Kafka is reached (it may be secret) and
+without the directory that relative paths start from.
 """
 
 import json

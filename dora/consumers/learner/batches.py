@@ -333,7 +333,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class ShardingPlan:
-    """Who does what in one optimizer update."""
+    """The passes of each rank in one optimizer update."""
 
     weights: tuple[float, ...]
     """Of each sample's tokens; they hold the denominators of the whole batch."""
@@ -347,7 +347,7 @@ class ShardingPlan:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part of an optimizer update: its passes, and samples at hand by index."""
+    """One rank's part of an optimizer update: its passes, and its samples by index."""
 
     batches: tuple[MicroBatch, ...]
     samples: Mapping[int, Sample]

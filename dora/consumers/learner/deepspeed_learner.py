@@ -270,7 +270,7 @@ class DeepSpeedLearner:
         return metrics | mismatch.metrics()
 
     def begin(self, version: int) -> None:
-        """Begin a streamed step; see `Learner`."""
+        """Begin a streamed step, as `Learner.begin`."""
         left = self._streamed
         if left is not None:
             self._streamed = None
@@ -306,7 +306,7 @@ class DeepSpeedLearner:
         self._streamed.add(group)
 
     def finish(self) -> dict[str, float]:
-        """End the streamed step; see `Learner`."""
+        """End the streamed step, as `Learner.finish`."""
         streamed = self._streamed
         if streamed is None:
             raise PolicyError("a streamed step ends that was not begun")
@@ -430,7 +430,7 @@ class DeepSpeedLearner:
         }
 
     def weights_checksum(self) -> str:
-        """Checksum of `export_state` (see `dora.weights.tensors`)."""
+        """Checksum of `export_state`."""
         return weights_checksum(self.export_state())
 
     def save_checkpoint(self, directory: Path) -> None:

@@ -27,7 +27,7 @@ _SLICE_SECONDS = 0.25
 
 
 class EmulatedLearner:
-    """One policy in pretended training; see `Learner` for what each method does.
+    """One policy in pretended training, with the methods of `Learner`.
 
     A step takes `step_seconds` and `seconds_per_token` for each generated token, times the rollout
     engine's time scale; a streamed one spends that group by group. `progress` is called meanwhile.
@@ -80,7 +80,7 @@ class EmulatedLearner:
         probes: Sequence[Sample] = (),
         places: Sequence[Any] = (),
     ) -> dict[str, float]:
-        """Wait as long as the step takes; returns what the samples say."""
+        """Wait as long as the step takes; returns the metrics of the samples."""
         self.begin(version)
         for group in groups:
             self._count(group)

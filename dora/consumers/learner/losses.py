@@ -24,7 +24,7 @@ by min(pi_old / pi_engine, C), without gradient: the truncated importance weight
 LongCat-Flash-Thinking (same section). For groups of the current version the weight corrects exactly
 the mismatch between trainer and engine; for older groups it corrects mismatch and policy drift
 together, as the decoupled objective of AReaL does (arXiv 2505.24298, section 5.2), because weights
-of older versions are not at hand.
+of older versions are not kept for training.
 
 `kl_coefficient` subtracts beta (exp(d) - d - 1), d = log pi_ref - log pi_theta: the k3 estimator,
 as in GRPO's eq. 4.

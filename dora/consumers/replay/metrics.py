@@ -1,8 +1,8 @@
-"""Which metrics of a step come out again when it is trained again, and how a replay compares them.
+"""Which metrics of a step are the same when it is trained again, and how a replay compares them.
 
-Invariant: every metric that a trainer records is in exactly one of the tables here. What is
-compared follows from the logged batch, the weights and the optimizer's state alone, so that any
-difference means that one of these, or the program, is another one.
+Every metric that a trainer records is in exactly one of the tables here. What is compared depends
+on the logged batch, the weights and the optimizer's state alone, so a difference means that one of
+these, or the program, has changed.
 """
 
 import math

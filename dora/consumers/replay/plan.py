@@ -47,8 +47,8 @@ class ReplayPlan:
 
 
 def check_sets(sets: Sequence[str]) -> bool:
-    """Whether `sets` (`section.key=value`) ask for another training, rather than say where things
-    lie. UsageError, naming the key, for one that logged data cannot follow."""
+    """Whether `sets` (`section.key=value`) ask for another training, not just for other paths.
+    UsageError, naming the key, for one that logged data cannot follow."""
     changes = False
     for text in sets:
         key = text.partition("=")[0].strip()

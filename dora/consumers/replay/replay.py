@@ -9,7 +9,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -127,80 +127,80 @@ def replay(
     the model and the disk refuse.
     """
     plan = make_plan(run, config, settings, *run.span(first, last), checkpoints=checkpoints)
-    return _Replay(run, config, settings, plan, what_if, sets, deadline, progress).carry_out()
+    return _Replay(
+        run,
+        _without_waits(config),
+        settings,
+        plan,
+        None if what_if is None else _without_waits(what_if),
+        tuple(sets) if what_if is not None else (),
+        deadline,
+        progress,
+        notes=list(plan.passed_over),
+    ).carry_out()
 
 
+@dataclass
 class _Replay:
     """One replay under way."""
 
-    def __init__(
-        self,
-        run: RunLog,
-        config: Config,
-        settings: ClusterSettings,
-        plan: ReplayPlan,
-        what_if: Config | None,
-        sets: Sequence[str],
-        deadline: float,
-        progress: Progress,
-    ) -> None:
-        self._run = run
-        self._recorded = unhurried(config)
-        self._what_if = None if what_if is None else unhurried(what_if)
-        self._settings = settings
-        self._plan = plan
-        self._sets = tuple(sets) if what_if is not None else ()
-        self._deadline = deadline
-        self._progress = progress
-        self._notes = [*plan.passed_over]
-        self._results: list[ReplayedStep] = []
-        self._differing: list[Difference] = []
-        self._first: FirstDifference | None = None
-        self._loading = 0.0
-        self._config = self._recorded
-        self._learner: Learner
+    run: RunLog
+    recorded: Config
+    settings: ClusterSettings
+    plan: ReplayPlan
+    what_if: Config | None
+    sets: tuple[str, ...]
+    deadline: float
+    progress: Progress
+    notes: list[str] = field(default_factory=list)
+    results: list[ReplayedStep] = field(default_factory=list)
+    differing: list[Difference] = field(default_factory=list)
+    first: FirstDifference | None = None
+    loading: float = 0.0
+    config: Config = field(init=False)
+    learner: Learner = field(init=False)
 
     def carry_out(self) -> ReplayReport:
         """Train everything and report."""
-        plan, config = self._plan, self._recorded
-        if self._what_if is not None and plan.base.version == plan.first - 1:
-            config = self._what_if
+        plan, config = self.plan, self.recorded
+        if self.what_if is not None and plan.base.version == plan.first - 1:
+            config = self.what_if
         begin = time.monotonic()
         self._load(config)
-        self._loading = time.monotonic() - begin
-        checksum = self._learner.weights_checksum()
+        self.loading = time.monotonic() - begin
+        checksum = self.learner.weights_checksum()
         self._compare_weights(plan.base.version, plan.base.expected, checksum)
-        begin, before = time.monotonic(), self._loading
+        begin, before = time.monotonic(), self.loading
         for step, records in self._fetched():
-            if self._what_if is not None and step.version_out == plan.first:
-                self._change(self._what_if)
+            if self.what_if is not None and step.version_out == plan.first:
+                self._change(self.what_if)
             checksum = self._train(step, records)
-        seconds = time.monotonic() - begin - (self._loading - before)
+        seconds = time.monotonic() - begin - (self.loading - before)
         return ReplayReport(
-            run=self._run.run,
+            run=self.run.run,
             base_version=plan.base.version,
             checkpoint=plan.base.checkpoint,
             first=plan.first,
-            results=tuple(self._results),
-            differing=tuple(self._differing),
-            first_difference=self._first,
-            sets=self._sets,
-            deterministic=self._recorded.trainer.deterministic,
-            recorded_ranks=self._recorded.trainer.ranks,
+            results=tuple(self.results),
+            differing=tuple(self.differing),
+            first_difference=self.first,
+            sets=self.sets,
+            deterministic=self.recorded.trainer.deterministic,
+            recorded_ranks=self.recorded.trainer.ranks,
             checksum=checksum,
-            loading_seconds=self._loading,
+            loading_seconds=self.loading,
             seconds=seconds,
-            notes=tuple(self._notes),
+            notes=tuple(self.notes),
         )
 
     def _load(self, config: Config) -> None:
-        self._config = config
-        self._learner = create_learner(config, starting_model(config))
-        base = self._plan.base
+        self.config = config
+        self.learner = create_learner(config, starting_model(config))
+        base = self.plan.base
         if base.path is None:
             return
         try:
-            self._learner.load_checkpoint(base.path)
+            self.learner.load_checkpoint(base.path)
         except (PolicyError, WeightsError) as error:
             if not base.path.is_dir():
                 error.hint = "A trainer that goes on removes old checkpoints: try again."
@@ -210,30 +210,30 @@ class _Replay:
 
     def _change(self, config: Config) -> None:
         """Go on with `config` from the weights and the optimizer's state as they are."""
-        if self._config is config:
+        if self.config is config:
             return
         begin = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="dora-replay-") as name:
-            self._learner.save_checkpoint(Path(name))
-            self._config = config
-            self._learner = create_learner(config, starting_model(config))
-            self._learner.load_checkpoint(Path(name))
-        self._loading += time.monotonic() - begin
+            self.learner.save_checkpoint(Path(name))
+            self.config = config
+            self.learner = create_learner(config, starting_model(config))
+            self.learner.load_checkpoint(Path(name))
+        self.loading += time.monotonic() - begin
 
     def _fetched(self) -> Iterator[tuple[Step, dict[Place, Trajectory]]]:
-        topic = self._run.topics.trajectories
-        with LogReader(self._settings, client_id=f"{self._run.run}.replay") as reader:
-            for steps in batches(self._plan.steps):
-                records = fetch_steps(reader, topic, steps, self._deadline)
+        topic = self.run.topics.trajectories
+        with LogReader(self.settings, client_id=f"{self.run.run}.replay") as reader:
+            for steps in batches(self.plan.steps):
+                records = fetch_steps(reader, topic, steps, self.deadline)
                 for step in steps:
                     yield step, records
 
     def _train(self, step: Step, records: dict[Place, Trajectory]) -> str:
-        redone = redo_step(step, records, self._learner, self._config)
-        checksum = self._learner.weights_checksum()
+        redone = redo_step(step, records, self.learner, self.config)
+        checksum = self.learner.weights_checksum()
         result = ReplayedStep(
             step=step.version_out,
-            asked=step.version_out >= self._plan.first,
+            asked=step.version_out >= self.plan.first,
             trajectories=redone.trajectories,
             recorded=compared(step.metrics),
             replayed=compared(redone.metrics),
@@ -241,39 +241,39 @@ class _Replay:
             checksum=checksum,
             seconds=redone.seconds,
         )
-        self._results.append(result)
-        if self._what_if is None or not result.asked:
+        self.results.append(result)
+        if self.what_if is None or not result.asked:
             metric = next(iter(result.differing), "weights")
-            if metric != "weights" and self._first is None:
+            if metric != "weights" and self.first is None:
                 old, new = result.recorded[metric], result.replayed[metric]
                 assert not same(old, new)
-                self._first = FirstDifference(result.step, metric, old, new)
+                self.first = FirstDifference(result.step, metric, old, new)
             self._compare_weights(result.step, step.weights_checksum, checksum)
-        self._progress(len(self._results), len(self._plan.steps))
+        self.progress(len(self.results), len(self.plan.steps))
         return checksum
 
     def _compare_weights(self, version: int, announced: str | None, redone: str) -> None:
         if announced is None:
-            self._notes.append(f"version {version} is not announced any more: not compared")
+            self.notes.append(f"version {version} is not announced any more: not compared")
             return
         if announced == redone:
             return
         log.info("version %d: %s was announced, %s replayed", version, announced, redone)
-        self._differing.append(Difference(version, announced, redone))
-        if self._first is None:
+        self.differing.append(Difference(version, announced, redone))
+        if self.first is None:
             sizes = self._largest(version)
-            self._first = FirstDifference(version, "weights", announced, redone, *sizes)
+            self.first = FirstDifference(version, "weights", announced, redone, *sizes)
 
     def _largest(self, version: int) -> tuple[float | None, str | None]:
         """The largest difference to the announced weights and its tensor, if they are stored."""
-        policy = self._run.policies.get(version)
-        if policy is None or self._config.trainer.engine == "emulated":
+        policy = self.run.policies.get(version)
+        if policy is None or self.config.trainer.engine == "emulated":
             return None, None
         with tempfile.TemporaryDirectory(prefix="dora-replay-") as cache:
             try:
-                return difference_to_published(self._learner, policy, self._config, Path(cache))
+                return difference_to_published(self.learner, policy, self.config, Path(cache))
             except (WeightsError, RunError) as error:
-                self._notes.append(f"version {version} cannot be compared: {error.message}")
+                self.notes.append(f"version {version} cannot be compared: {error.message}")
                 return None, None
 
 
@@ -292,7 +292,7 @@ def batches(steps: Sequence[Step], most: int = TRAJECTORIES_AT_ONCE) -> Iterator
         yield batch
 
 
-def unhurried(config: Config) -> Config:
+def _without_waits(config: Config) -> Config:
     """`config` with an emulated trainer that does not wait: its weights do not depend on that."""
     still = {"step_seconds": 0.0, "seconds_per_token": 0.0, "publish_seconds": 0.0}
     emulated = config.trainer.emulated.model_copy(update=still)

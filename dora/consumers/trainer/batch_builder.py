@@ -318,6 +318,6 @@ class BatchPoller:
                 "outstanding": float(self._state.outstanding_total),
                 "complete_groups": float(self._state.complete_total),
             }
-            self._heartbeat.say("waiting", decision.blocked.reason)
+            self._heartbeat.report("waiting", decision.blocked.reason)
             self._poll(SET_ASIDE_SECONDS)
         return None

@@ -40,17 +40,17 @@ class Heartbeat:
         self._limit = config.rollout.load_timeout_seconds
         self._lock = threading.Lock()
 
-    def say(self, state: ProcessState, message: str) -> None:
+    def report(self, state: ProcessState, message: str) -> None:
         """Change state; a change is sent at once, a new message with the next heartbeat."""
         changed = state != self._state or self._statuses.sent_at == float("-inf")
         self._state, self._message = state, message
         self.beat(force=changed)
 
     @contextmanager
-    def through(self, message: str) -> Iterator[None]:
-        """Beat on through the block, which may not return to do so itself, for as long as
+    def beat_through(self, message: str) -> Iterator[None]:
+        """Send heartbeats from a thread during the block, for at most
         `rollout.load_timeout_seconds`. The writer is used for nothing else in it."""
-        self.say(self._state, message)
+        self.report(self._state, message)
         done = threading.Event()
 
         def beat_on() -> None:

@@ -1,7 +1,4 @@
-"""What the trainer tells the outside of a ledger entry: metrics, trackers, lineage, traces.
-
-Invariant: only what is committed is told, and nothing of it holds the trainer up.
-"""
+"""Reports of committed ledger entries to metrics, trackers, lineage and traces."""
 
 from collections.abc import Iterable
 
@@ -23,7 +20,7 @@ from dora.telemetry.trackers import Trackers
 
 
 class StepReports:
-    """Begins when the run's first record is known."""
+    """Reports to everything that the configuration names, without holding the trainer up."""
 
     def __init__(self, config: Config) -> None:
         self._trackers = Trackers(config)

@@ -35,13 +35,13 @@ from dora.log.ledger import (
     History,
     LedgerWriter,
     first_entry,
+    live_positions,
     new_state,
     read_ledger,
     resume,
 )
 from dora.log.retention import check_ledger, check_retention
 from dora.log.trained_records import places_of
-from dora.log.version_offsets import live_positions
 from dora.schemas.records import Admission, GroupRef, Policy, Status, Step, Trajectory
 from dora.telemetry.meter import meter
 
@@ -96,7 +96,7 @@ class Trainer:
             self._heartbeat.incarnation,
             self._transactions,
             self._state,
-            patience=config.kafka.request_timeout_seconds,
+            read_back_seconds=config.kafka.request_timeout_seconds,
         )
         self._learner: Learner
         self._builder: BatchBuilder
@@ -112,11 +112,10 @@ class Trainer:
         `trainer.batch_timeout_seconds`, and whatever Kafka, the model or the disk refuse.
         """
         try:
-            self._heartbeat.say("starting", "reading the ledger")
+            self._heartbeat.report("starting", "reading the ledger")
             if self._prepare():
-                newest = self._state.newest
                 self._reader.assign(
-                    live_positions(self._reader, self._config, self._policies, newest)
+                    live_positions(self._reader, self._config, self._policies, self._state)
                     | {(self._topics.workers, 0): END}
                 )
                 self._following = True
@@ -126,7 +125,7 @@ class Trainer:
                     self._ranks.check(_LAST_CHECK_SECONDS)
             done = "all steps are committed" if self.complete else "stopped between two steps"
             log.info("%s: version %d", done, self._state.newest)
-            self._heartbeat.say("stopped", done)
+            self._heartbeat.report("stopped", done)
         except FencedError:
             raise  # the status is the other trainer's now
         except DoraError as error:
@@ -141,7 +140,7 @@ class Trainer:
 
     def _report_failure(self, error: DoraError) -> None:
         try:
-            self._heartbeat.say("failed", error.message)
+            self._heartbeat.report("failed", error.message)
         except BusError as undelivered:
             log.warning("the failure could not be reported: %s", undelivered.message)
 
@@ -173,7 +172,7 @@ class Trainer:
             self._reports.begin(history.started, history.recent, self._state.newest)
         if self.complete:
             return False
-        self._heartbeat.say("loading", "loading the model")
+        self._heartbeat.report("loading", "loading the model")
         model = starting_model(self._config)
         self._learner = create_learner(
             self._config, model, progress=self._progress, ranks=self._ranks
@@ -223,18 +222,18 @@ class Trainer:
             self._config,
             self._settings,
             self._learner,
-            lambda message: self._heartbeat.say("training", message),
+            lambda message: self._heartbeat.report("training", message),
         )
         self._accepted = recovery.run(history)
         self._publisher.discard(recovery.damaged)
         self._publisher.restore(self._policies[self._state.newest])
         if self._accepted is not None:
-            self._heartbeat.say("training", f"accepted: {self._accepted}")
+            self._heartbeat.report("training", f"accepted: {self._accepted}")
             self._heartbeat.beat(force=True)
 
     def _begin(self) -> None:
         """Publish version 0 and commit the ledger's first record with it."""
-        with self._heartbeat.through("storing version 0"):
+        with self._heartbeat.beat_through("storing version 0"):
             policy = self._publisher.publish(0)
         started = first_entry(
             self._config,
@@ -264,7 +263,7 @@ class Trainer:
         trained = [group.ref for group in decision.batch]
         train_from = time.monotonic()
         version = self._state.newest
-        self._heartbeat.say("training", f"step {version} -> {version + 1}")
+        self._heartbeat.report("training", f"step {version} -> {version + 1}")
         if streamed:
             metrics = self._learner.finish() | {"streamed_seconds": polled.streamed_seconds}
         else:
@@ -272,7 +271,7 @@ class Trainer:
             probes = self._builder.probes(decision.batch, PROBES)
             metrics = self._learner.update(groups, version, probes, places_of(trained))
         publish_from = time.monotonic()
-        with self._heartbeat.through(f"storing version {version + 1}"):
+        with self._heartbeat.beat_through(f"storing version {version + 1}"):
             policy = self._publisher.publish(version + 1)
             # after an accepted difference no later redo should have to go through it again
             checkpoint = self._publisher.write_checkpoint(policy, forced=self._accepted is not None)

@@ -110,13 +110,10 @@ class EmulatedLearner:
         self.updates += self._config.trainer.updates_per_step
         return batch_metrics(self._samples, self._version, self._config.task.success_threshold)
 
-    def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Those of the uniform distribution, as the emulated engine has them."""
-        return [self._uniform(sample.generated) for sample in samples]
-
     def sequence_logprobs(self, token_ids: Sequence[int]) -> Floats:
-        """Those of the uniform distribution."""
-        return self._uniform(len(token_ids) - 1)
+        """Those of the uniform distribution, as the emulated engine has them."""
+        count = max(0, len(token_ids) - 1)
+        return np.full(count, -math.log(self.vocabulary), dtype=np.float32)
 
     def export_state(self) -> dict[str, Any]:
         """The digest as an array, after `publish_seconds`."""
@@ -158,9 +155,6 @@ class EmulatedLearner:
 
     def _tensors(self) -> dict[str, Any]:
         return {_TENSOR: np.frombuffer(self._state, dtype=np.uint8)}
-
-    def _uniform(self, count: int) -> Floats:
-        return np.full(max(0, count), -math.log(self.vocabulary), dtype=np.float32)
 
     def _spend(self, seconds: float) -> None:
         """Wait for emulated seconds, calling `progress` meanwhile."""

@@ -59,9 +59,6 @@ class Learner(Protocol):
     def finish(self) -> dict[str, float]:
         """End the streamed step with the groups added; returns the step's metrics."""
 
-    def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Log-probabilities (nats) of each sample's generated tokens under the current policy."""
-
     def sequence_logprobs(self, token_ids: Sequence[int]) -> Floats:
         """Plain log-probabilities [n - 1] of each token after the first."""
 

@@ -10,15 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dora.config import Config
 from dora.consumers.learner import torch_setup
 from dora.consumers.learner.batches import (
+    Floats,
     Sample,
     Shard,
     batch_metrics,
@@ -55,54 +55,6 @@ _TAG = "state"
 _COUNTS = "learner.json"
 
 
-def _save_state(engine: Any, directory: Path, updates: int, world: int, stage: int) -> None:
-    """Write this rank's part to `directory`; all ranks call it, rank 0 writes the count."""
-    engine.save_checkpoint(
-        str(directory), tag=_TAG, save_latest=False, exclude_frozen_parameters=_frozen(engine)
-    )
-    if engine.global_rank == 0:
-        counts = {"updates": updates, "world": world, "zero_stage": stage}
-        (directory / _COUNTS).write_text(json.dumps(counts) + "\n")
-
-
-def _load_state(engine: Any, directory: Path, world: int, stage: int) -> int:
-    """Restore what `_save_state` wrote; returns the number of updates.
-
-    Raises WeightsError if it is missing or cut, PolicyError if it was written with another ZeRO
-    stage or number of ranks.
-    """
-    try:
-        counts = json.loads((directory / _COUNTS).read_text())
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"checkpoint {directory} cannot be read: {error}") from error
-    now = {"world": world, "zero_stage": stage}
-    if any(counts.get(key) != value for key, value in now.items()):
-        raise PolicyError(
-            f"checkpoint {directory} was written with {counts.get('world')} ranks and ZeRO "
-            f"stage {counts.get('zero_stage')}, not with {world} and {stage}",
-            hint="Start the trainer as before, or remove the checkpoints: the steps are then "
-            "redone from the log.",
-        )
-    try:
-        loaded, _ = engine.load_checkpoint(
-            str(directory),
-            tag=_TAG,
-            load_module_strict=not _frozen(engine),
-            load_lr_scheduler_states=False,
-        )
-    except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        raise WeightsError(f"checkpoint {directory} is damaged: {error}") from error
-    if loaded is None:
-        raise WeightsError(f"checkpoint {directory} is not complete")
-    return int(counts["updates"])
-
-
-def _frozen(engine: Any) -> bool:
-    return any(not parameter.requires_grad for parameter in engine.module.parameters())
-
-
-Floats = npt.NDArray[np.float32]
-T = TypeVar("T")
 OBSERVED = 16
 """Samples per version on which engine and trainer are compared in each step."""
 
@@ -131,7 +83,7 @@ class DeepSpeedLearner:
         self._order("make")
         self._deepspeed = torch_setup.prepare(config, ranks)
         self._settings = torch_setup.deepspeed_settings(config)
-        self._plain = torch_setup.is_plain(self._settings)
+        plain = torch_setup.is_plain(self._settings)
         self._stage = self._settings["zero_optimization"].get("stage", 0)
         self._device = torch_setup.device()
         self.rank = torch.distributed.get_rank()
@@ -141,14 +93,14 @@ class DeepSpeedLearner:
         self.adapter_settings = add_adapter(model, config) if config.policy.lora else None
         """Configuration of the adapter that is trained; None where all weights are."""
         policy = PolicyModel(model).to(self._device)
-        self._reference: PolicyModel | None = None
-        self._base: dict[str, torch.Tensor] | None = None
+        reference: PolicyModel | None = None
+        base: dict[str, torch.Tensor] | None = None
         if self._loss.kl_coefficient > 0:
             if self.adapter_settings is not None and self._stage < 3:
-                self._base = without_adapter(policy)
+                base = without_adapter(policy)
             else:
-                self._reference = PolicyModel(load_model(model_dir, config)).to(self._device)
-                self._reference.requires_grad_(False)
+                reference = PolicyModel(load_model(model_dir, config)).to(self._device)
+                reference.requires_grad_(False)
         optimizer = torch.optim.AdamW(
             [parameter for parameter in policy.parameters() if parameter.requires_grad],
             lr=config.trainer.optimizer.learning_rate,
@@ -161,17 +113,17 @@ class DeepSpeedLearner:
             self._engine, *_ = self._deepspeed.initialize(
                 model=policy, optimizer=optimizer, config=self._settings, dist_init_required=False
             )
-        if self.world == 1 and self._plain:
+        if self.world == 1 and plain:
             # DeepSpeed would copy all gradients to and fro to add them up over a single rank.
             self._engine.enable_backward_allreduce = False
         self._runner = MicroBatchRunner(
             self._engine,
             config,
             self._device,
-            reference=self._reference,
-            base=self._base,
+            reference=reference,
+            base=base,
             stage=self._stage,
-            plain=self._plain,
+            plain=plain,
             progress=progress,
         )
         self._history = WeightHistory(config.window.max_staleness)
@@ -213,13 +165,14 @@ class DeepSpeedLearner:
             for group in groups:
                 self.add(group)
             return self.finish()
-        parts = [list(chain(*part)) for part in self._split(groups)]
+        updates = self._config.trainer.updates_per_step
+        parts = [list(chain(*part)) for part in split_groups(groups, updates)]
         plans = [
             plan_update(part, self._loss, self._budget, self._constant_length, self.world)
             for part in parts
         ]
         if self._leader is not None:
-            located = [list(chain(*part)) for part in self._split(places)]
+            located = [list(chain(*part)) for part in split_groups(places, updates)]
             shares = [
                 [
                     shard_message(plan, rank, part, where)
@@ -238,9 +191,6 @@ class DeepSpeedLearner:
         ]
         metrics = self.train(own, version, mismatch)
         return batch_metrics(samples, version, self._config.task.success_threshold) | metrics
-
-    def _split(self, groups: Sequence[Sequence[T]]) -> list[list[Sequence[T]]]:
-        return split_groups(groups, self._config.trainer.updates_per_step)
 
     def train(self, parts: Sequence[Shard], version: int, mismatch: Mismatch) -> dict[str, float]:
         """Do this rank's parts of a step's optimizer updates; returns the metrics of all ranks."""
@@ -437,17 +387,57 @@ class DeepSpeedLearner:
         """Write weights, optimizer state and update count to `directory`, which must exist."""
         self._order("save", directory=str(directory.absolute()))
         with together(self._ranks):
-            _save_state(self._engine, directory, self.updates, self.world, self._stage)
+            self._engine.save_checkpoint(
+                str(directory),
+                tag=_TAG,
+                save_latest=False,
+                exclude_frozen_parameters=self._has_frozen(),
+            )
+            if self.rank == 0:
+                counts = {"updates": self.updates, "world": self.world, "zero_stage": self._stage}
+                (directory / _COUNTS).write_text(json.dumps(counts) + "\n")
             if self.world > 1:
                 torch.distributed.barrier()
 
     def load_checkpoint(self, directory: Path) -> None:
-        """Restore what `save_checkpoint` wrote; raises what `_load_state` raises."""
+        """Restore what `save_checkpoint` wrote.
+
+        Raises WeightsError if it is missing or cut, PolicyError if it was written with another ZeRO
+        stage or number of ranks.
+        """
         self._order("load", directory=str(directory.absolute()))
         with together(self._ranks):
-            self.updates = _load_state(self._engine, directory, self.world, self._stage)
+            self.updates = self._load(directory)
         # the checkpoint holds those it was written with, and a replay may try others
         section = self._config.trainer.optimizer
         for group in self._engine.optimizer.param_groups:
             group["betas"], group["eps"] = section.betas, section.eps
             group["weight_decay"] = section.weight_decay
+
+    def _load(self, directory: Path) -> int:
+        try:
+            counts = json.loads((directory / _COUNTS).read_text())
+        except (OSError, ValueError) as error:
+            raise WeightsError(f"checkpoint {directory} cannot be read: {error}") from error
+        if (counts.get("world"), counts.get("zero_stage")) != (self.world, self._stage):
+            raise PolicyError(
+                f"checkpoint {directory} was written with {counts.get('world')} ranks and ZeRO "
+                f"stage {counts.get('zero_stage')}, not with {self.world} and {self._stage}",
+                hint="Start the trainer as before, or remove the checkpoints: the steps are then "
+                "redone from the log.",
+            )
+        try:
+            loaded, _ = self._engine.load_checkpoint(
+                str(directory),
+                tag=_TAG,
+                load_module_strict=not self._has_frozen(),
+                load_lr_scheduler_states=False,
+            )
+        except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+            raise WeightsError(f"checkpoint {directory} is damaged: {error}") from error
+        if loaded is None:
+            raise WeightsError(f"checkpoint {directory} is not complete")
+        return int(counts["updates"])
+
+    def _has_frozen(self) -> bool:
+        return any(not parameter.requires_grad for parameter in self._engine.module.parameters())

@@ -26,7 +26,8 @@ import spell_backward as demo  # noqa: E402
 import torch  # noqa: E402
 
 from dora.config import Config  # noqa: E402
-from dora.producers.tasks.base import Prompt, Task, create_task  # noqa: E402
+from dora.producers.tasks.base import Prompt, Task  # noqa: E402
+from dora.producers.tasks.kinds import create_task  # noqa: E402
 from dora.producers.tasks.tokenization import load_tokenizer  # noqa: E402
 
 PAD = demo.VOCABULARY[demo.PAD]

@@ -30,6 +30,11 @@ RING = K + 2
 SAMPLING = Sampling(1.0, 1.0, 0, 16, (2,))
 
 
+def sampling(**changes: object) -> Sampling:
+    """From the whole distribution, with no stop token, but for `changes`."""
+    return replace(Sampling(1.0, 1.0, 0, 16, ()), **changes)  # type: ignore[arg-type]
+
+
 def run_started(run: str = "r", *, at: int = 0, **fields: object) -> RunStarted:
     identity = json.dumps({"task": {"success_threshold": 0.5}})
     made = RunStarted(run, "id", "0.1.0", identity, K, B, G, RING, LANES, "cluster", {}, at)

@@ -21,7 +21,7 @@ from dora.core.state import RunState, finished_facts
 from dora.core.window import Window
 from dora.producers.coordinator.coordinator import Coordinator
 from dora.producers.engines import Engine, create_engine
-from dora.producers.tasks.base import Prompt, Purpose, Task
+from dora.producers.tasks.base import Prompt, Task
 from dora.producers.worker import process
 from dora.producers.worker.hosting import Installer
 from dora.producers.worker.scoring import EmulatedScorer
@@ -32,6 +32,7 @@ from dora.schemas.records import (
     DeadLetter,
     GroupRef,
     Policy,
+    Purpose,
     Record,
     RunStarted,
     SampleRef,

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from dora.bus import ClusterSettings, RunTopics, TopicAdmin, topic_plan
 from dora.core import ring
-from dora.producers.tasks.base import Prompt, create_task
+from dora.producers.tasks.base import Prompt
+from dora.producers.tasks.kinds import create_task
 from dora.producers.tasks.tokenization import Tokenizer, load_tokenizer
 from dora.schemas.records import (
     Admission,

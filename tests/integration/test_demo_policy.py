@@ -11,8 +11,8 @@ import pytest
 
 from dora.config import Config
 from dora.errors import PolicyError
-from dora.producers.tasks.base import create_task
 from dora.producers.tasks.hooks import load_hook
+from dora.producers.tasks.kinds import create_task
 from dora.producers.tasks.tokenization import load_tokenizer, stop_token_ids
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from dora.errors import CanaryError, DoraError, PolicyError, WeightsError
-from dora.producers.engines.base import Delta, Request, Sampling
+from dora.producers.engines.base import Delta, Request
 from dora.producers.engines.vllm import VllmEngine
 from dora.producers.engines.vllm_lora import VllmAdapterEngine
 from dora.producers.worker.hosting import Installer
@@ -19,6 +19,7 @@ from dora.weights.canary import canary_tokens
 from dora.weights.store import WeightStore
 from tests.adapters import RANK, make_adapter, merged_logprobs
 from tests.engines import VOCABULARY, collect, drain
+from tests.factories import sampling
 
 pytestmark = pytest.mark.vllm
 
@@ -58,7 +59,7 @@ def engine(lora_engine: VllmAdapterEngine, adapters: list[Path]) -> VllmAdapterE
 
 
 def request(name: str, version: int | None, seed: int = 0, length: int = 24) -> Request:
-    return Request(name, PROMPT, Sampling(length, seed=seed), version=version)
+    return Request(name, PROMPT, sampling(max_new_tokens=length, seed=seed), version=version)
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from dora.producers.coordinator.coordinator import Coordinator
 from dora.producers.engines import Engine
 from dora.producers.engines.base import Delta, Request
 from dora.producers.engines.emulated import EmulatedEngine, EmulatedSpec
+from dora.producers.worker.process import wait_for_free_ids
 from dora.producers.worker.scoring import EmulatedScorer, Scored
-from dora.producers.worker.worker_id_lock import claim_worker_ids
 from dora.schemas.records import Admission, Command, DeadLetter, Status, Step, Trajectory
 from tests.played_trainer import Cluster, check_log, coordinate, running, work
 
@@ -176,9 +176,9 @@ def test_a_worker_id_in_use_is_refused_and_a_free_one_is_not(cluster: Cluster) -
     with running(work(cluster, "w0")):
         cluster.until(lambda: cluster.all(Status), "the first worker to speak")
         with pytest.raises(RunError, match="worker id w0 is in use by process"):
-            claim_worker_ids(cluster.settings, run, ["w0"], heartbeat_seconds=0.5)
-        claim_worker_ids(cluster.settings, run, ["w1"], heartbeat_seconds=0.5)
-    claim_worker_ids(cluster.settings, run, ["w0"], heartbeat_seconds=0.5)
+            wait_for_free_ids(cluster.settings, run, ["w0"], heartbeat_seconds=0.5)
+        wait_for_free_ids(cluster.settings, run, ["w1"], heartbeat_seconds=0.5)
+    wait_for_free_ids(cluster.settings, run, ["w0"], heartbeat_seconds=0.5)
 
 
 def test_the_id_of_a_worker_that_died_without_a_word_comes_free(cluster: Cluster) -> None:
@@ -186,7 +186,7 @@ def test_the_id_of_a_worker_that_died_without_a_word_comes_free(cluster: Cluster
     run = cluster.config.run.name
     writer.send(cluster.topics.workers, Status(run, "w0", "rollout", "dead", "ready", 0), key="w0")
     writer.close()
-    claim_worker_ids(cluster.settings, run, ["w0"], heartbeat_seconds=0.2)
+    wait_for_free_ids(cluster.settings, run, ["w0"], heartbeat_seconds=0.2)
 
 
 def test_a_coordinator_with_another_configuration_is_refused(cluster: Cluster) -> None:

@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from dora.errors import DoraError, WeightsError
-from dora.producers.engines.base import Delta, Request, Sampling
+from dora.producers.engines.base import Delta, Request
 from dora.producers.engines.vllm import VllmEngine
+from dora.schemas.records import Sampling
+from tests import factories
 from tests.engines import STOP, VOCABULARY, ModelMaker, drain
 
 pytestmark = pytest.mark.vllm
@@ -60,7 +62,7 @@ def run(engine: VllmEngine, requests: Sequence[Request]) -> dict[str, Delta]:
 
 
 def sampling(**changes: object) -> Sampling:
-    return Sampling(**{"max_new_tokens": 24, **changes})  # type: ignore[arg-type]
+    return factories.sampling(**{"max_new_tokens": 24, **changes})
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ class ModelWorker:
         self.send_chunk(attempt, last=True)
         if move:
             self.acknowledge(self.partition(CHUNKS, attempt))
-            self.send(HANDOVERS, attempt.whole(0))
+            self.send(HANDOVERS, attempt.handover(0))
         del self.attempts[trajectory_id]
 
     def hosts(self, version: int) -> bool:
@@ -196,14 +196,14 @@ class ModelWorker:
             reason = "length" if have >= LONGEST else None
         logprobs = tuple(-token / 256 for token in made)
         delta = Delta(trajectory_id, tuple(made), logprobs, reason)  # type: ignore[arg-type]
-        attempt.take(delta, 0)
+        attempt.extend(delta, 0)
         self.send_chunk(attempt)
         if attempt.finish_reason == "error":
             self.finish(trajectory_id, None)
 
     def send_chunk(self, attempt: Attempt, *, last: bool = False) -> None:
         last = last or attempt.finish_reason is not None
-        if last or attempt.ready >= CHUNK_TOKENS:
+        if last or attempt.unwritten >= CHUNK_TOKENS:
             self.send(self.partition(CHUNKS, attempt), attempt.chunk(0, last=last))
 
     def finish(self, trajectory_id: str, reward: float | None) -> None:

@@ -10,9 +10,9 @@ from dora.config import Config
 from dora.config.emulation import EmulatedSection
 from dora.errors import DoraError, PolicyError, WeightsError
 from dora.producers.engines import create_engine
-from dora.producers.engines.base import Delta, Request, Sampling, complete, refusal, resumed_seed
-from dora.producers.engines.emulated import EmulatedEngine, EmulatedSpec
-from dora.producers.engines.emulated_spec import emulated_spec
+from dora.producers.engines.base import Delta, Request, complete, refusal, resumed_seed
+from dora.producers.engines.emulated import EmulatedEngine, EmulatedSpec, emulated_spec
+from tests.factories import sampling
 
 STOP = 1
 VOCABULARY = 100
@@ -58,7 +58,7 @@ def make(time: VirtualTime, *, capacity: int = 256, **changes: object) -> Emulat
 
 def request(name: str, *, prefix: tuple[int, ...] = (), **changes: object) -> Request:
     settings = {"max_new_tokens": 1000, "stop_token_ids": (STOP,), **changes}
-    return Request(name, (5, 6, 7), Sampling(**settings), prefix)  # type: ignore[arg-type]
+    return Request(name, (5, 6, 7), sampling(**settings), prefix)
 
 
 def drain(engine: EmulatedEngine) -> dict[str, list[Delta]]:
@@ -149,7 +149,7 @@ def test_a_response_ends_with_its_stop_token_and_uniform_log_probabilities(
 def test_a_response_is_cut_at_its_limit_without_stop_token(time: VirtualTime) -> None:
     engine = make(time, length="fixed", length_mean=20)
     engine.add(request("a", max_new_tokens=7))
-    engine.add(Request("context", [3] * 1990, Sampling(max_new_tokens=1000)))
+    engine.add(Request("context", [3] * 1990, sampling(max_new_tokens=1000)))
     deltas = drain(engine)
     assert len(tokens(deltas["a"])) == 7
     assert STOP not in tokens(deltas["a"])
@@ -204,7 +204,7 @@ def test_an_aborted_request_is_never_heard_of_again(time: VirtualTime) -> None:
 def test_a_bad_request_ends_with_its_error(time: VirtualTime) -> None:
     engine = make(time, length="fixed", length_mean=2)
     engine.add(request("good"))
-    engine.add(Request("long", [3] * 2000, Sampling(max_new_tokens=5)))
+    engine.add(Request("long", [3] * 2000, sampling(max_new_tokens=5)))
     deltas = drain(engine)
     assert deltas["good"][-1].finish_reason == "stop"
     assert deltas["long"][0].finish_reason == "error"
@@ -228,15 +228,15 @@ def test_weights_change_only_while_nothing_runs(time: VirtualTime) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (Request("r", [], Sampling(max_new_tokens=1)), "prompt is empty"),
-        (Request("r", [3, -1], Sampling(max_new_tokens=1)), "prompt holds token -1"),
-        (Request("r", [3], Sampling(max_new_tokens=1), (100,)), "prefix holds token 100"),
-        (Request("r", [3] * 6, Sampling(max_new_tokens=9), (1,) * 4), "have 10 tokens"),
-        (Request("r", [3], Sampling(max_new_tokens=0)), "max_new_tokens is 0"),
-        (Request("r", [3], Sampling(max_new_tokens=1, stop_token_ids=(100,))), "stop token 100"),
-        (Request("r", [3], Sampling(max_new_tokens=1, temperature=math.nan)), "temperature"),
-        (Request("r", [3], Sampling(max_new_tokens=1, top_p=1.5)), "top_p is 1.5"),
-        (Request("r", [3], Sampling(max_new_tokens=1, top_k=-1)), "top_k is -1"),
+        (Request("r", [], sampling(max_new_tokens=1)), "prompt is empty"),
+        (Request("r", [3, -1], sampling(max_new_tokens=1)), "prompt holds token -1"),
+        (Request("r", [3], sampling(max_new_tokens=1), (100,)), "prefix holds token 100"),
+        (Request("r", [3] * 6, sampling(max_new_tokens=9), (1,) * 4), "have 10 tokens"),
+        (Request("r", [3], sampling(max_new_tokens=0)), "max_new_tokens is 0"),
+        (Request("r", [3], sampling(max_new_tokens=1, stop_token_ids=(100,))), "stop token 100"),
+        (Request("r", [3], sampling(max_new_tokens=1, temperature=math.nan)), "temperature"),
+        (Request("r", [3], sampling(max_new_tokens=1, top_p=1.5)), "top_p is 1.5"),
+        (Request("r", [3], sampling(max_new_tokens=1, top_k=-1)), "top_k is -1"),
     ],
 )
 def test_what_is_wrong_with_a_request_is_named(changed: Request, message: str) -> None:

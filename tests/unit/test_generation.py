@@ -36,12 +36,12 @@ def test_chunks_hold_what_the_record_holds_and_each_is_of_one_version(
 ) -> None:
     one, chunks = attempt(), []
     for tokens, cut, switch in story:
-        one.take(delta(tokens), 0)
+        one.extend(delta(tokens), 0)
         if cut or switch:
             chunks.append(one.chunk(0))
         if switch:
             one.version += 1
-    one.take(delta(1, done=True), 0)
+    one.extend(delta(1, done=True), 0)
     chunks.append(one.chunk(0))
     made = record(one)
     assert b"".join(c.token_ids for c in chunks) == made.token_ids[8:]
@@ -58,8 +58,8 @@ def test_chunks_hold_what_the_record_holds_and_each_is_of_one_version(
 
 def test_a_prefix_of_one_version_is_part_of_the_first_chunk() -> None:
     one = attempt(1, prefix=6)
-    one.take(delta(2, done=True), 0)
-    assert one.repeated(0) == []
+    one.extend(delta(2, done=True), 0)
+    assert one.prefix_chunks(0) == []
     chunk = one.chunk(0)
     assert (chunk.position, chunk.resumed_tokens, len(chunk.token_ids) // 4) == (0, 6, 8)
     assert record(one).version_runs == (VersionRun(3, 8),)
@@ -67,8 +67,8 @@ def test_a_prefix_of_one_version_is_part_of_the_first_chunk() -> None:
 
 def test_a_prefix_of_several_versions_is_repeated_one_chunk_for_each() -> None:
     one = attempt(1, prefix=6, runs=(VersionRun(3, 4), VersionRun(4, 2)), version=5)
-    one.take(delta(2, done=True), 0)
-    chunks = [*one.repeated(0), one.chunk(0)]
+    one.extend(delta(2, done=True), 0)
+    chunks = [*one.prefix_chunks(0), one.chunk(0)]
     assert [(c.policy_version, c.position, c.resumed_tokens) for c in chunks] == [
         (3, 0, 4), (4, 4, 2), (5, 6, 0)
     ]  # fmt: skip
@@ -79,10 +79,10 @@ def test_a_prefix_of_several_versions_is_repeated_one_chunk_for_each() -> None:
 
 def test_the_handover_of_an_attempt_holds_all_of_it_and_takes_nothing_from_its_chunks() -> None:
     one = attempt(1, prefix=2)
-    one.take(delta(3), 0)
+    one.extend(delta(3), 0)
     first = one.chunk(0)
-    one.take(delta(1), 0)
-    whole, last = one.whole(0), one.chunk(0, last=True)
+    one.extend(delta(1), 0)
+    whole, last = one.handover(0), one.chunk(0, last=True)
     assert whole.token_ids == first.token_ids + last.token_ids
     assert (whole.position, last.position, last.last) == (0, 5, True)
 
@@ -90,10 +90,10 @@ def test_the_handover_of_an_attempt_holds_all_of_it_and_takes_nothing_from_its_c
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_prefix_of_several_versions_is_found_only_where_they_may_mix(mixed: bool) -> None:
     one, chunks = attempt(), list[Chunk]()
-    one.take(delta(4), 0)
+    one.extend(delta(4), 0)
     chunks.append(one.chunk(0))
     one.version = 4
-    one.take(delta(2), 0)
+    one.extend(delta(2), 0)
     chunks.append(one.chunk(0))
     collector = PrefixCollector({"g0/0": 3}, mixed=mixed)
     for chunk in chunks:

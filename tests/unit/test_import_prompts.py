@@ -15,7 +15,7 @@ from dora.errors import UsageError
 from dora.producers.tasks import import_files
 from dora.producers.tasks.import_files import find_files
 from dora.producers.tasks.import_prompts import Columns, Prompts, prompts_of
-from dora.producers.tasks.jsonl import JsonlTask
+from dora.producers.tasks.kinds import JsonlTask
 from tests.exported_rows import group, rows_of
 from tests.small_run import VOCABULARY, dora, refused, small_model
 

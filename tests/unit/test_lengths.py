@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dora.errors import PolicyError
-from dora.producers.engines.emulated_spec import read_lengths
+from dora.producers.engines.emulated import read_lengths
 from dora.simulation.lengths import Lengths
 
 COUNT = 20_000

@@ -4,7 +4,7 @@ import pytest
 
 from dora.config import Config
 from dora.errors import TaskError
-from dora.producers.tasks.base import create_task
+from dora.producers.tasks.kinds import create_task
 from dora.producers.tasks.tokenization import stop_token_ids, tokenizer_of
 from dora.producers.worker.process import fleet_names
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from dora.config import Config
 from dora.errors import TaskError
-from dora.producers.tasks.base import Task, create_task, is_held_out
+from dora.producers.tasks.base import Task, is_held_out
 from dora.producers.tasks.gym_library import load_dataset
-from dora.producers.tasks.jsonl import permuted
+from dora.producers.tasks.kinds import create_task, permuted
 
 
 class Characters:

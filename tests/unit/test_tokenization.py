@@ -9,7 +9,7 @@ import pytest
 
 from dora.config import Config, PolicySection, TaskSection
 from dora.errors import PolicyError, TaskError
-from dora.producers.tasks.base import create_task
+from dora.producers.tasks.kinds import create_task
 from dora.producers.tasks.tokenization import Tokenizer, load_tokenizer, stop_token_ids
 from tests.small_run import VOCABULARY, make_model
 

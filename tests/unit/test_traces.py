@@ -6,7 +6,7 @@ import time
 import pytest
 
 from dora.consumers.trainer.step_reports import spans_of
-from dora.producers.coordinator.group_traces import GroupTraces
+from dora.producers.coordinator.coordinator import GroupTraces
 from dora.telemetry import span_export
 from dora.telemetry.span_export import ExportingTracer
 from dora.telemetry.tracer import (

@@ -32,8 +32,9 @@ from dora.core.ring import trajectory_id
 from dora.errors import RunError, UsageError
 from dora.log.recorded_config import recorded_config
 from dora.log.run_log import RunLog
-from dora.producers.tasks.base import Task, create_task
-from dora.producers.tasks.rescoring import Logged, open_scorer, score_again
+from dora.producers.replay.rescoring import Logged, open_scorer, score_again
+from dora.producers.tasks.base import Task
+from dora.producers.tasks.kinds import create_task
 from dora.producers.tasks.tokenization import tokenizer_of
 from dora.producers.worker.scoring import Scored
 

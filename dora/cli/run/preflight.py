@@ -120,7 +120,8 @@ class _Words:
 
 
 def _prompts(config: Config) -> Iterator[Check]:
-    from dora.producers.tasks.base import TextTokenizer, create_task
+    from dora.producers.tasks.base import TextTokenizer
+    from dora.producers.tasks.kinds import create_task
     from dora.producers.tasks.tokenization import tokenizer_of
 
     here = Path(config.policy.model).exists() or config.task.kind == "synthetic"

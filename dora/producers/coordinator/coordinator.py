@@ -10,7 +10,7 @@ decrease.
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from dora import faults
 from dora.bus.reader import BEGINNING
@@ -27,13 +27,13 @@ from dora.core.scheduling.schedules import Schedule
 from dora.core.window import Window
 from dora.errors import DeadlineError
 from dora.log.status_reporter import StatusReporter
-from dora.producers.coordinator.group_traces import GroupTraces
 from dora.producers.coordinator.log_follower import LogFollower
 from dora.producers.coordinator.records import RecordMaker
 from dora.producers.coordinator.takeover import ChunkScanner, Lost
 from dora.producers.tasks.prompts import prompt_identity
 from dora.schemas.records import Admission, Command, ProcessState, Record, Status, Trajectory
 from dora.telemetry.meter import meter
+from dora.telemetry.tracer import Span, TraceContext, Value, admission_span, trace_of, tracer
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,43 @@ def rules_of(config: Config) -> Rules:
         evaluation_prompts=config.evaluation.prompts,
         schedule=Schedule(**config.schedule.model_dump(), adapters=config.policy.lora is not None),
     )
+
+
+class GroupTraces:
+    """Begins the traces of groups: every record about a group names its admission as the parent.
+
+    `run_id` is empty before it is known. `sampled`: whether the run's processes make spans.
+    """
+
+    def __init__(self, *, sampled: bool) -> None:
+        self.run_id = ""
+        self._sampled = sampled
+        self._admission = admission_span()
+
+    def header(self, group_id: str) -> str | None:
+        """`traceparent` of what concerns the group; None for what concerns none."""
+        if not group_id or not self.run_id:
+            return None
+        return str(self._context(group_id))
+
+    def report(self, records: Iterable[Record], began_ms: int, now_ms: int) -> None:
+        """Report admissions among records that were decided from `began_ms` on and are
+        committed now (Unix time)."""
+        if not tracer().active:
+            return
+        for record in records:
+            if isinstance(record, Admission):
+                facts: dict[str, Value] = {
+                    "group": record.group_id,
+                    "ordinal": record.ordinal,
+                    "version": record.policy_version,
+                    "purpose": record.purpose,
+                }
+                context = self._context(record.group_id)
+                tracer().tell(Span("admission", context, "", began_ms, now_ms, facts))
+
+    def _context(self, group_id: str) -> TraceContext:
+        return TraceContext(trace_of(self.run_id, group_id), self._admission, self._sampled)
 
 
 class Coordinator:
@@ -93,7 +130,7 @@ class Coordinator:
             self._statuses.incarnation,
             prompt_identity(config) if config.schedule.longest_first else None,
         )
-        self._fold = LogFollower(config, settings, self._coordination, clock)
+        self._log = LogFollower(config, settings, self._coordination, clock)
         self._ticked_at: float | None = None
         self._scanner = ChunkScanner(settings, mixed=config.schedule.kind == "partial")
 
@@ -105,9 +142,9 @@ class Coordinator:
         """
         try:
             self._beat("starting", force=True)
-            self._fold.rebuild()
+            self._log.rebuild()
             while not stop.is_set() and not self._done():
-                self._fold.follow(POLL_SECONDS)
+                self._log.follow(POLL_SECONDS)
                 self._settle_with_rival()
                 self._decide()
                 self._take_over()
@@ -115,7 +152,7 @@ class Coordinator:
             self._beat("stopped", force=True)
         finally:
             self._transactions.close()
-            self._fold.close()
+            self._log.close()
             self._writer.close()
 
     def _written(self) -> list[tuple[str, int]]:
@@ -147,7 +184,7 @@ class Coordinator:
         now = self._clock()
         self._coordination.committed(decision, records, now)
         self._measure(records, began, now)
-        self._traces.told(records, began_ms, self._now_ms())
+        self._traces.report(records, began_ms, self._now_ms())
 
     def _measure(self, records: list[Record], began: float, now: float) -> None:
         meter().decided(records)
@@ -160,7 +197,7 @@ class Coordinator:
         if not records:
             return
         topics = self._topics
-        self._traces.run_id = self._fold.run_id
+        self._traces.run_id = self._log.run_id
         with self._transactions.transaction() as transaction:
             for record in records:
                 if isinstance(record, Admission):
@@ -200,7 +237,7 @@ class Coordinator:
         wanted: dict[str, Lost] = {}
         for identity, work in self._coordination.scans.items():
             index = self._partition(work.version, work.group_id)
-            starts = self._fold.start_of(topic, work.version)
+            starts = self._log.start_of(topic, work.version)
             start = starts.get((topic, index), BEGINNING)
             wanted[identity] = Lost(work.version, (topic, index), start)
         self._scanner.ask(wanted)

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from dora.config import Config
-from dora.producers.engines.base import Delta, Engine, FinishReason, Request, Sampling
-from dora.producers.engines.emulated import EmulatedEngine
-from dora.producers.engines.emulated_spec import emulated_spec
+from dora.producers.engines.base import Delta, Engine, Request
+from dora.producers.engines.emulated import EmulatedEngine, emulated_spec
 from dora.weights.models import model_directory
 
-__all__ = ["Delta", "Engine", "FinishReason", "Request", "Sampling", "create_engine"]
+__all__ = ["Delta", "Engine", "Request", "create_engine"]
 
 
 def create_engine(

@@ -18,27 +18,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-FinishReason = Literal["stop", "length", "error"]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """The distribution that tokens are drawn from, and where a response ends.
-
-    `max_new_tokens` bounds the response, a resumed prefix included. `temperature` 0 is greedy:
-    the most likely token is taken, and its log-probability at temperature 1 is reported. `top_p` 1
-    and `top_k` 0 are off. `seed` makes a request repeatable; without it the engine's own random
-    state is used.
-    """
-
-    max_new_tokens: int
-    stop_token_ids: tuple[int, ...] = ()
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
+from dora.schemas.records import FinishReason, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +27,11 @@ class Request:
     """One trajectory to generate.
 
     `prefix` holds tokens that an earlier attempt generated after the prompt: they are read, not
-    generated again, and not reported. `version` is the hosted version to generate with; None where
-    the engine hosts a single one.
+    generated again, and not reported. `sampling.max_new_tokens` bounds the response with its
+    prefix. Temperature 0 is greedy: the most likely token is taken, and its log-probability at
+    temperature 1 is reported. `top_p` 1 and `top_k` 0 are off. A seed makes a request repeatable;
+    without it the engine's own random state is used. `version` is the hosted version to generate
+    with; None where the engine hosts a single one.
     """
 
     request_id: str

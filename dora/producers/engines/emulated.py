@@ -1,9 +1,9 @@
 """An accelerator that is only a clock: the timing of decoding, without a language model.
 
-Invariant: what a request yields depends on the engine's seed, the request's id, its prompt and its
-sampling limits alone, never on the clock, on the batch, on the version or on the worker. Hence a
-request that is resumed elsewhere under the same id goes on exactly as it would have: same tokens,
-same total length. `Sampling.seed` plays no part, since it may differ between attempts.
+What a request yields depends on the engine's seed, the request's id, its prompt and its sampling
+limits alone: not on the clock, the batch, the version or the worker. So a request that is resumed
+elsewhere under the same id goes on exactly as it would have: same tokens, same total length.
+`Sampling.seed` plays no part, since it may differ between attempts.
 
 The timing is that of `dora.simulation.device`, in real time: the device goes on beside its driver,
 however late that comes to ask, and `late_share` says how much came too late. There are no weights:
@@ -14,6 +14,7 @@ canary passes; other canaries need an infinite tolerance.
 
 import logging
 import math
+import re
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -24,17 +25,101 @@ from pathlib import Path
 from random import Random
 from zlib import crc32
 
+from dora.config import Config
+from dora.config.emulation import EmulatedSection
 from dora.core.processes import emulation_warning
-from dora.errors import DoraError
-from dora.producers.engines.base import Delta, Engine, FinishReason, Request, complete, refusal
-from dora.producers.engines.emulated_spec import EmulatedSpec
-from dora.simulation.device import Device, Progress
+from dora.errors import DoraError, PolicyError
+from dora.producers.engines.base import Delta, Engine, Request, complete, refusal
+from dora.schemas.records import FinishReason
+from dora.simulation.device import Device, DeviceSpec, Progress
+from dora.simulation.lengths import Lengths
 from dora.weights.models import vocabulary_of
 
-# What an emulated engine puts into the log in place of a language model's words, and how late.
-#
-# Invariant: a token depends on the engine's seed, the request's id and the token's position
-# alone.
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedSpec:
+    """One emulated device: the configured times and lengths, its own speed, and the lengths that
+    `empirical` draws from."""
+
+    section: EmulatedSection
+    speed: float = 1.0
+    length_values: tuple[int, ...] = ()
+
+    def device(self) -> DeviceSpec:
+        """The device of these times."""
+        section = self.section
+        return DeviceSpec(
+            section.iteration_seconds,
+            section.iteration_seconds_per_sequence,
+            section.iteration_seconds_per_context_token,
+            section.prefill_seconds_per_token,
+            section.load_seconds,
+            section.kv_cache_tokens,
+            self.speed,
+        )
+
+    def lengths(self) -> Lengths:
+        """The distribution of these lengths."""
+        section = self.section
+        return Lengths(
+            section.length,
+            section.length_mean,
+            section.length_sigma,
+            section.length_prompt_share,
+            self.length_values,
+        )
+
+
+def emulated_spec(config: Config, worker: str) -> EmulatedSpec:
+    """The device of the worker with this name; PolicyError if the length file is unusable."""
+    section = config.rollout.emulated
+    speeds = section.speeds
+    number = re.search(r"(\d+)$", worker)
+    speed = speeds[int(number.group(1) if number else 0) % len(speeds)] if speeds else 1.0
+    values: tuple[int, ...] = ()
+    if section.length == "empirical" and section.length_file is not None:
+        values = read_lengths(config.home / section.length_file)
+        cut = sum(value > config.rollout.max_new_tokens for value in values)
+        if cut:
+            log.warning(
+                "%d of %d lengths in %s are cut at rollout.max_new_tokens = %d",
+                cut, len(values), section.length_file, config.rollout.max_new_tokens,
+            )  # fmt: skip
+    return EmulatedSpec(section, speed, values)
+
+
+def read_lengths(path: Path) -> tuple[int, ...]:
+    """Lengths in tokens, one a line; empty lines are skipped.
+
+    PolicyError, with file and line, for a file that is missing or empty and for a line that is no
+    positive whole number.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PolicyError(
+            f"rollout.emulated.length_file: {path} cannot be read: {error}",
+            hint="One response length in tokens a line; the path starts from the configuration "
+            "file's directory.",
+        ) from error
+    values = []
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if not text:
+            continue
+        if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
+            raise PolicyError(
+                f"rollout.emulated.length_file: {path} line {number} is {text[:40]!r}, not a "
+                "length in tokens",
+                hint="One positive whole number a line.",
+            )
+        values.append(int(text))
+    if not values:
+        raise PolicyError(f"rollout.emulated.length_file: {path} holds no length")
+    return tuple(values)
+
 
 PERIOD = 1 << 16
 """Tokens after which a request's noise repeats. Requests read the same noise from places of their
@@ -44,7 +129,10 @@ SHARE_SECONDS = 60.0
 
 
 class Noise:
-    """Tokens that mean nothing, and their log-probabilities."""
+    """Tokens in place of a language model's, and their log-probabilities.
+
+    A token depends on the engine's seed, the request's id and the token's position alone.
+    """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -109,10 +197,6 @@ class Lateness:
         span += self._span
         return (late + self._late) / span if span > 0 else 0.0
 
-
-log = logging.getLogger(__name__)
-
-__all__ = ["EmulatedEngine", "EmulatedSpec"]
 
 WAIT_SECONDS = 1.0
 """Longest time that `due` names: by then something else may have come up."""

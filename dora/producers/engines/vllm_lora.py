@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from dora.errors import DoraError, PolicyError, WeightsError
-from dora.producers.engines.vllm_core import VllmCore
+from dora.producers.engines.vllm import VllmCore
 from dora.weights.adapters import check_adapter, model_shapes
 
 log = logging.getLogger(__name__)

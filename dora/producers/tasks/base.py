@@ -11,14 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from dora.config import Config, TaskSection
+from dora.config import TaskSection
 from dora.errors import TaskError
 from dora.producers.tasks.hooks import load_hook
-from dora.weights.models import emulated_vocabulary
+from dora.schemas.records import Purpose
 
-Purpose = Literal["train", "eval"]
 Messages = Sequence[Mapping[str, Any]]
 
 CACHED_PROMPTS = 1024
@@ -138,22 +137,3 @@ def _messages(content: Any) -> Messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise TaskError(f'message {number} of the prompt has no "role" and "content"')
     return content
-
-
-def create_task(config: Config, tokenizer: TextTokenizer) -> Task:
-    """The task that the configuration describes; TaskError says what is wrong with it."""
-    from dora.producers.tasks.jsonl import JsonlTask
-    from dora.producers.tasks.reasoning_gym import ReasoningGymTask
-    from dora.producers.tasks.synthetic import SyntheticTask
-
-    if config.task.kind == "synthetic":
-        return SyntheticTask(config, emulated_vocabulary(config.policy.model) - 1)
-    if config.evaluation.prompts and not config.task.held_out_fraction:
-        raise TaskError(
-            f"evaluation.prompts = {config.evaluation.prompts} needs held-out prompts, but "
-            "task.held_out_fraction is 0",
-            hint="Set task.held_out_fraction, for instance to 0.1.",
-        )
-    if config.task.kind == "jsonl":
-        return JsonlTask(config, tokenizer)
-    return ReasoningGymTask(config, tokenizer)

@@ -1,4 +1,8 @@
-""" """
+"""The reasoning-gym library, loaded no further than one task needs it.
+
+This module imports neither dora's configuration nor the rest of the library, so that verifier
+processes start in tenths of a second.
+"""
 
 import difflib
 import importlib

@@ -12,7 +12,8 @@ from functools import cached_property
 from dora.config import Config
 from dora.core.scheduling.estimates import PromptOf
 from dora.errors import TaskError
-from dora.producers.tasks.base import PromptEncoder, Task, create_task
+from dora.producers.tasks.base import PromptEncoder, Task
+from dora.producers.tasks.kinds import create_task
 from dora.producers.tasks.tokenization import Tokenizer, tokenizer_of
 from dora.schemas.records import pack_tokens
 

@@ -1,20 +1,17 @@
 """One attempt at a trajectory, from its start command to its record.
 
-Invariant: the chunks of an attempt, in sequence, hold exactly the generated tokens of its
-trajectory record, each token once, with the log-probability under which it was sampled, and all are
-of the one policy version that the attempt was started with (C1), unless the schedule is `partial`:
-then each chunk is of one version. An attempt that goes on from an earlier one's tokens repeats them
-in its first chunk (one for each version).
+The chunks of an attempt, in sequence, hold the generated tokens of its trajectory record, each
+token once with the log-probability under which it was sampled. All tokens are of the policy version
+that the attempt was started with (C1); under the schedule `partial` each chunk is of one version.
+An attempt that resumes an earlier one repeats its tokens in the first chunk (one for each version).
 """
 
-import zlib
 from array import array
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dora.producers.engines.base import Delta, Request
-from dora.producers.engines.base import Sampling as EngineSampling
 from dora.producers.tasks.base import Prompt
 from dora.schemas.records import (
     Chunk,
@@ -39,90 +36,18 @@ from dora.telemetry.tracer import (
     tracer,
 )
 
-# An attempt as the trace of its group tells it: dispatch, generation with its chunks, scoring.
-#
-# Invariant: chunks and trajectory name their spans in their headers whether or not spans are
-# made, so that who reads them can go on with the trace.
-
 MOST_EVENTS = 256
-"""Chunks of an attempt that its span tells of."""
-
-
-class AttemptTrace:
-    """The trace of the attempt that `command` starts; `context` stands in the command's header."""
-
-    def __init__(self, command: Command, context: TraceContext, worker: str) -> None:
-        identity, attempt = command.trajectory_id, command.attempt
-        self._dispatch = context.at(dispatch_span(identity, attempt))
-        self._generation = context.at(generation_span(identity, attempt))
-        self._scoring = context.at(scoring_span(identity, attempt))
-        self._commanded_by = context.span
-        self._facts: dict[str, Value] = {
-            "trajectory": identity,
-            "attempt": attempt,
-            "worker": worker,
-            "version": command.policy_version,
-        }
-        self._events: list[Event] = []
-        self.of_chunks = str(self._generation)
-        """Header of the attempt's chunks."""
-        self.of_trajectory = str(self._scoring)
-        """Header of its trajectory."""
-
-    def chunk(self, chunk: Chunk) -> None:
-        """A chunk is written."""
-        if tracer().active and len(self._events) < MOST_EVENTS:
-            facts = {"sequence": chunk.sequence, "tokens": len(chunk.token_ids) // 4}
-            self._events.append(Event("chunk", chunk.created_ms, facts))
-
-    def generated(self, attempt: "Attempt", now_ms: int, outcome: str) -> None:
-        """The attempt's last token is there, or it ends without one (`outcome` says how)."""
-        if not tracer().active:
-            return
-        begun = attempt.command.created_ms, attempt.started_ms
-        dispatch = Span("dispatch", self._dispatch, self._commanded_by, *begun, self._facts)
-        facts = {
-            **self._facts,
-            "tokens": len(attempt.tokens),
-            "resumed_tokens": attempt.resumed,
-            "outcome": outcome,
-        }
-        tracer().tell(dispatch)
-        tracer().tell(
-            Span(
-                "generation", self._generation, self._dispatch.span, attempt.started_ms, now_ms,
-                facts, events=tuple(self._events), error=attempt.error or "",
-            )
-        )  # fmt: skip
-        self._events.clear()
-
-    def scored(
-        self, generated_ms: int, now_ms: int, reward: float | None, error: str | None
-    ) -> None:
-        """The trajectory is written."""
-        if tracer().active:
-            facts = self._facts if reward is None else {**self._facts, "reward": reward}
-            tracer().tell(
-                Span(
-                    "scoring", self._scoring, self._generation.span, generated_ms, now_ms, facts,
-                    error=error or "",
-                )
-            )  # fmt: skip
-
-
-def attempt_seed(run_seed: int, trajectory_id: str, attempt: int) -> int:
-    """Seed of an attempt's sampling, the same in every process."""
-    return zlib.crc32(f"{run_seed}:{trajectory_id}:{attempt}".encode()) & 0x7FFFFFFF
+"""Chunks of an attempt that are events of its generation span."""
 
 
 @dataclass(slots=True)
 class Attempt:
-    """What a worker knows of an attempt in its hands.
+    """The state of an attempt: prompt, tokens so far, chunks written, result.
 
-    `version` generates its next tokens. `resumed` counts the tokens that were taken over from an
-    earlier attempt, `emitted` the tokens that are in chunks of this one already. `progress_at` is
-    when the last token came, in seconds of the worker's clock. `trace` is None where the command
-    named no trace.
+    `version` generates its next tokens. `resumed` counts the tokens taken over from an earlier
+    attempt, `emitted` those that are in chunks of this one already. `progress_at` is when the last
+    token came, in seconds of the worker's clock. `context` is the trace that the start command
+    named; None if it named none.
     """
 
     command: Command
@@ -141,7 +66,12 @@ class Attempt:
     finish_reason: FinishReason | None = None
     generated_ms: int = 0
     error: str | None = None
-    trace: AttemptTrace | None = None
+    context: TraceContext | None = None
+    chunk_header: str | None = None
+    """`traceparent` of the attempt's chunks."""
+    trajectory_header: str | None = None
+    """`traceparent` of its trajectory."""
+    chunk_events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         command = self.command
@@ -153,28 +83,28 @@ class Attempt:
         if self.resumed:
             whole = VersionRun(command.policy_version, self.resumed)
             self.runs += command.prefix_runs or (whole,)
+        if self.context is not None:
+            identity, attempt = command.trajectory_id, command.attempt
+            self.chunk_header = str(self.context.at(generation_span(identity, attempt)))
+            self.trajectory_header = str(self.context.at(scoring_span(identity, attempt)))
 
     def request(self) -> Request:
         """What the engine is asked to generate."""
-        sampling = self.sampling
         return Request(
             request_id=self.command.trajectory_id,
             prompt=self.prompt.token_ids,
             prefix=tuple(self.tokens),
-            sampling=EngineSampling(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_new_tokens=sampling.max_new_tokens,
-                stop_token_ids=sampling.stop_token_ids,
-                seed=sampling.seed,
-            ),
+            sampling=self.sampling,
             version=self.version,
         )
 
-    def take(self, delta: Delta, now_ms: int) -> None:
+    def extend(self, delta: Delta, now_ms: int) -> None:
         """Adds what one engine step produced."""
-        self._grow(len(delta.token_ids))
+        added = len(delta.token_ids)
+        if added:
+            if self.runs and self.runs[-1].version == self.version:
+                added += self.runs.pop().tokens
+            self.runs.append(VersionRun(self.version, added))
         self.tokens.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
         if delta.finish_reason is not None:
@@ -182,28 +112,21 @@ class Attempt:
             self.generated_ms = now_ms
             self.error = delta.error
 
-    def _grow(self, tokens: int) -> None:
-        if not tokens:
-            return
-        if self.runs and self.runs[-1].version == self.version:
-            tokens += self.runs.pop().tokens
-        self.runs.append(VersionRun(self.version, tokens))
-
     @property
-    def ready(self) -> int:
+    def unwritten(self) -> int:
         """Tokens that are in no chunk yet."""
         return len(self.tokens) - self.emitted
 
     def chunk(self, now_ms: int, *, last: bool = False) -> Chunk:
         """The next chunk: all tokens that are in none yet. `last` says that the attempt ends here.
 
-        ValueError if these tokens are of several versions: `repeated` must come first.
+        `prefix_chunks` must come first.
         """
         return self._chunk(len(self.tokens), self.version, now_ms, last=last)
 
-    def repeated(self, now_ms: int) -> list[Chunk]:
-        """The chunks that repeat a prefix of several versions, one for each; none for others, whose
-        prefix is part of the first chunk."""
+    def prefix_chunks(self, now_ms: int) -> list[Chunk]:
+        """The chunks that repeat a prefix of several versions, one for each. A prefix of a single
+        version is part of the first chunk instead."""
         chunks = []
         if self.resumed and not self.chunks and any(r.version != self.version for r in self.runs):
             for run in self.runs:
@@ -212,8 +135,8 @@ class Attempt:
                     chunks.append(self._chunk(end, run.version, now_ms, last=False))
         return chunks
 
-    def whole(self, now_ms: int) -> Chunk:
-        """All that the attempt has, in one chunk that is not for the chunk log."""
+    def handover(self, now_ms: int) -> Chunk:
+        """All tokens in one chunk, for the attempt that goes on elsewhere."""
         return self._record(0, len(self.tokens), self.version, self.chunks, now_ms, last=True)
 
     def _chunk(self, end: int, version: int, now_ms: int, *, last: bool) -> Chunk:
@@ -265,3 +188,56 @@ class Attempt:
             generated_ms=self.generated_ms or now_ms, created_ms=now_ms,
             resumed_tokens=self.resumed,
         )  # fmt: skip
+
+    def trace_chunk(self, chunk: Chunk) -> None:
+        """A chunk was written: an event of the generation span."""
+        if self.context is not None and tracer().active and len(self.chunk_events) < MOST_EVENTS:
+            facts = {"sequence": chunk.sequence, "tokens": len(chunk.token_ids) // 4}
+            self.chunk_events.append(Event("chunk", chunk.created_ms, facts))
+
+    def trace_generated(self, now_ms: int, outcome: str) -> None:
+        """The last token is there, or generation ended without one: the spans until now."""
+        if self.context is None or not tracer().active:
+            return
+        command, facts = self.command, self._trace_facts()
+        dispatch = self.context.at(dispatch_span(command.trajectory_id, command.attempt))
+        generation = self.context.at(generation_span(command.trajectory_id, command.attempt))
+        begun = command.created_ms, self.started_ms
+        tracer().tell(Span("dispatch", dispatch, self.context.span, *begun, facts))
+        tracer().tell(
+            Span(
+                "generation", generation, dispatch.span, self.started_ms, now_ms,
+                {
+                    **facts,
+                    "tokens": len(self.tokens),
+                    "resumed_tokens": self.resumed,
+                    "outcome": outcome,
+                },
+                events=tuple(self.chunk_events), error=self.error or "",
+            )
+        )  # fmt: skip
+        self.chunk_events.clear()
+
+    def trace_scored(self, trajectory: Trajectory) -> None:
+        """The trajectory was written: the scoring span."""
+        if self.context is None or not tracer().active:
+            return
+        identity, attempt = trajectory.trajectory_id, trajectory.attempt
+        facts = self._trace_facts()
+        if trajectory.reward is not None:
+            facts["reward"] = trajectory.reward
+        tracer().tell(
+            Span(
+                "scoring", self.context.at(scoring_span(identity, attempt)),
+                generation_span(identity, attempt), trajectory.generated_ms, trajectory.created_ms,
+                facts, error=trajectory.error or "",
+            )
+        )  # fmt: skip
+
+    def _trace_facts(self) -> dict[str, Value]:
+        return {
+            "trajectory": self.command.trajectory_id,
+            "attempt": self.command.attempt,
+            "worker": self.worker,
+            "version": self.command.policy_version,
+        }

@@ -147,7 +147,7 @@ class Hosting:
         """Versions hosted, oldest first, where several can be; else empty."""
         return tuple(sorted(self._engine.versions)) if self._engine.hosts_many else ()
 
-    def heard(self, policy: Policy) -> None:
+    def on_policy(self, policy: Policy) -> None:
         """A version was announced."""
         self._policies[policy.version] = policy
         for version in [v for v in self._policies if v < policy.version - _REMEMBERED]:

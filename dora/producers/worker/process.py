@@ -1,8 +1,8 @@
-"""The loop of a process that hosts one rollout worker, or many emulated ones.
+"""A process that hosts one rollout worker, or many emulated ones.
 
-Invariant: each worker is one of its own to the rest of the run (its commands, its incarnation, its
-statuses), while they share one thread, one reader and one writer. Whoever has something to do gets
-a turn, and the parts of a turn are taken together, so that all wait for Kafka once, not each.
+To the rest of the run each worker is one of its own: its commands, its incarnation, its statuses.
+Here they share one thread, one reader and one writer. The parts of a turn are taken together for
+all workers that have something to do, so that these wait for Kafka once, not each.
 """
 
 import faulthandler
@@ -11,43 +11,26 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from dora.bus.reader import LogReader, Message
+from dora.bus.reader import BEGINNING, LogReader, Message
 from dora.bus.settings import ClusterSettings
+from dora.bus.topics import RunTopics
 from dora.bus.writer import LogWriter
 from dora.config import Config
-from dora.errors import UsageError
+from dora.core.processes import GONE
+from dora.errors import InUseError, UsageError
 from dora.producers.engines import Engine, create_engine
-from dora.producers.tasks.base import create_task
 from dora.producers.tasks.hooks import load_hook
+from dora.producers.tasks.kinds import create_task
 from dora.producers.tasks.tokenization import stop_token_ids, tokenizer_of
-from dora.producers.worker import process
 from dora.producers.worker.hosting import Installer
 from dora.producers.worker.scoring import EmulatedScorer, Scorer
 from dora.producers.worker.worker import Worker
-from dora.producers.worker.worker_id_lock import claim_worker_ids
-from dora.schemas.records import Command, Policy
+from dora.schemas.records import Command, Policy, Status
 from dora.weights.store import WeightStore
 
-# Ends a process whose main loop does not come back.
-#
-# Invariant: between two calls of `alive` passes no more time than the former call allowed, or the
-# process writes where every thread stands to standard error and ends with exit code 1, without
-# cleaning up: a call that never returns (an engine, a driver, a library) cannot be interrupted
-# otherwise. Whoever started the process starts it again.
-
-
-def alive(seconds: float) -> None:
-    """The main loop is alive and will be heard again within `seconds`."""
-    # the real one: a stream put in its place may have no file to write to
-    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
-
-
-def off() -> None:
-    """The main loop has ended."""
-    faulthandler.cancel_dump_traceback_later()
-
+READ_SECONDS = 60.0
 
 TURN_SECONDS = 0.002
 """Time between two turns, in which what is due comes together. On devices that are emulated
@@ -68,16 +51,16 @@ def work(
     """Run the workers of these names until `stop` is set or the coordinator has stopped them all.
 
     `make` puts the worker of a name on the shared writer; it also gets what reads newly arrived
-    records while the worker itself is busy. Raises what one of them dies of, after all have said
-    that they failed: CanaryError or WeightsError when a version cannot be put into the engine,
-    BusError when Kafka refuses, and whatever the engine itself dies of.
+    records while the worker itself is busy. Raises what one of them fails with, after all have
+    reported it: CanaryError or WeightsError when a version cannot be put into the engine, BusError
+    when Kafka refuses, and any error of the engine itself.
     """
     reader = LogReader(settings, client_id=names[0])
     writer = LogWriter(settings, client_id=names[0])
     fleet = Fleet(writer, flush_seconds, clock)
 
     def catch_up(seconds: float = 1.0) -> None:
-        fleet.receive(reader.poll(timeout=seconds))
+        fleet.on_messages(reader.poll(timeout=seconds))
 
     try:
         for name in names:
@@ -86,11 +69,11 @@ def work(
             reader.assign(fleet.positions())
             fleet.begin()
             while not stop.is_set() and fleet.workers:
-                fleet.receive(reader.poll(timeout=fleet.wait()))
+                fleet.on_messages(reader.poll(timeout=fleet.wait()))
                 fleet.turn()
             fleet.end()
         except Exception as error:
-            fleet.failed(error)
+            fleet.report_failure(error)
             raise
     finally:
         reader.close()
@@ -122,15 +105,15 @@ class Fleet:
         }
 
     def begin(self) -> None:
-        """Tell the coordinator of all of them."""
+        """Report all of them to the coordinator."""
         for worker in self.workers.values():
             worker.begin()
 
-    def receive(self, messages: Iterable[Message]) -> None:
-        """Give records to those whom they concern."""
+    def on_messages(self, messages: Iterable[Message]) -> None:
+        """Give records to the workers that they concern."""
         for message in messages:
             for worker in self._concerned(message):
-                worker.receive(message)
+                worker.on_message(message)
                 self._due_at[worker.name] = 0.0
 
     def _concerned(self, message: Message) -> list[Worker]:
@@ -150,7 +133,7 @@ class Fleet:
         return max(0.0, earliest - now, self._turned_at + TURN_SECONDS - now)
 
     def turn(self) -> None:
-        """A turn for everyone who has something to do: those longest due first."""
+        """A turn for every worker that has something to do: those longest due first."""
         now = self._turned_at = self._clock()
         due = sorted(
             (w for w in self.workers.values() if self._due_at[w.name] <= now or w.report_due),
@@ -159,12 +142,12 @@ class Fleet:
         for worker in due:
             worker.step()
         if any(worker.has_results for worker in due):
-            self._flush()
+            self._writer.flush(self._flush_seconds)
         for worker in due:
             worker.absorb()
         reporting = [worker for worker in due if worker.report_due]
         if reporting:
-            self._flush()
+            self._writer.flush(self._flush_seconds)
         for worker in reporting:
             worker.report()
         for worker in due:
@@ -174,17 +157,14 @@ class Fleet:
             del self.workers[worker.name], self._due_at[worker.name]
 
     def end(self) -> None:
-        """Hand back what is in hand, and say goodbye."""
+        """Hand back what is inflight, and report the end."""
         for worker in self.workers.values():
             worker.end()
 
-    def failed(self, error: Exception) -> None:
-        """Last words of all."""
+    def report_failure(self, error: Exception) -> None:
+        """All of them end with `error`."""
         for worker in self.workers.values():
-            worker.failed(error)
-
-    def _flush(self) -> None:
-        self._writer.flush(self._flush_seconds)
+            worker.report_failure(error)
 
 
 def fleet_names(first: str, count: int) -> list[str]:
@@ -199,10 +179,53 @@ def fleet_names(first: str, count: int) -> list[str]:
     return [f"{stem}{number}" for number in range(start, start + count)]
 
 
-# Puts the rollout workers of a process together: tokenizer, task, scorer, weight store, engine.
-#
-# Invariant: everything that can be refused (worker id in use, model, tokenizer, data set,
-# verifier) is refused before an engine starts.
+def wait_for_free_ids(
+    settings: ClusterSettings,
+    run: str,
+    workers: Collection[str],
+    *,
+    heartbeat_seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Returns once no other process uses one of these worker ids; InUseError if one goes on to.
+
+    A process that died without a last status is told from a living one by its heartbeats: waits
+    for at most three of them where the last status under an id was not a final one.
+    """
+    used: set[str] = set()
+
+    def in_use(status: Status) -> bool:
+        if status.process not in workers:
+            return False
+        (used.discard if status.state in GONE else used.add)(status.process)
+        return status.state not in GONE
+
+    with LogReader(settings, client_id=min(workers)) as reader:
+        reader.assign({(RunTopics(run).workers, 0): BEGINNING})
+        for message in reader.read_to_end(READ_SECONDS):
+            if isinstance(message.value, Status):
+                in_use(message.value)
+        deadline = clock() + 3 * heartbeat_seconds
+        while used and clock() < deadline:
+            for message in reader.poll(timeout=0.1):
+                other = message.value
+                if isinstance(other, Status) and in_use(other):
+                    raise InUseError(
+                        f"worker id {other.process} is in use by process {other.pid} on "
+                        f"{other.host}",
+                        hint="give this worker another id (--worker-id), or stop the other one",
+                    )
+
+
+def watch_main_loop(seconds: float) -> None:
+    """End this process unless it calls again within `seconds`.
+
+    A call that never returns (an engine, a driver, a library) cannot be interrupted. So the
+    process then writes the stacks of its threads to standard error and ends with exit code 1,
+    without cleaning up; its supervisor starts it again.
+    """
+    # the real stream: one put in its place may have no file to write to
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
 
 
 def run_workers(
@@ -214,7 +237,11 @@ def run_workers(
     count: int = 1,
 ) -> None:
     """Runs the worker named `first`, or `count` emulated ones named from there on, until told to
-    stop; raises what makes it impossible to go on."""
+    stop; raises what makes it impossible to go on.
+
+    What can be refused (worker id in use, model, tokenizer, data set, verifier) is refused before
+    an engine starts.
+    """
     emulated = config.rollout.engine == "emulated"
     if count > 1 and not emulated:
         raise UsageError(
@@ -224,7 +251,7 @@ def run_workers(
     names = fleet_names(first, count)
     # generation is one thread's work; more threads of numeric libraries only get in its way
     os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
-    claim_worker_ids(
+    wait_for_free_ids(
         settings, config.run.name, names, heartbeat_seconds=config.rollout.heartbeat_seconds
     )
     tokenizer = tokenizer_of(config)
@@ -254,13 +281,13 @@ def run_workers(
         )
         return Worker(
             config, writer, name, engine=engine, installer=installer, task=task,
-            tokenizer=tokenizer, scorer=scorer, stop_token_ids=stops, alive=process.alive,
+            tokenizer=tokenizer, scorer=scorer, stop_token_ids=stops, alive=watch_main_loop,
             catch_up=catch_up,
         )  # fmt: skip
 
     try:
         work(settings, names, make, stop, flush_seconds=config.kafka.request_timeout_seconds)
     finally:
-        process.off()
+        faulthandler.cancel_dump_traceback_later()
         for each in opened:
             each.close()

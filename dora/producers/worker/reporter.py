@@ -19,24 +19,26 @@ FLUSHED_STATES = ("loading", "stopped", "failed")
 
 
 class Reporter:
-    """Reports for the worker `name`; `clock` is in seconds, `now_ms` Unix time in milliseconds."""
+    """Reports for `worker`; `clock` is in seconds, `now_ms` Unix time in milliseconds."""
 
     def __init__(
         self,
         config: Config,
         writer: LogWriter,
-        name: str,
+        worker: str,
         clock: Callable[[], float],
         now_ms: Callable[[], int],
     ) -> None:
-        self._statuses = StatusReporter(config, writer, name, "rollout", clock=clock, now_ms=now_ms)
+        self._statuses = StatusReporter(
+            config, writer, worker, "rollout", clock=clock, now_ms=now_ms
+        )
         self.incarnation = self._statuses.incarnation
         self.state: ProcessState = "starting"
         self.message = ""
         self.metrics: dict[str, float] = {"tokens_total": 0.0, "trajectories_total": 0.0}
         self._config = config
         self._writer = writer
-        self._name = name
+        self.worker = worker
         self._clock = clock
         self._now_ms = now_ms
         self._topics = RunTopics(config.run.name)
@@ -121,7 +123,7 @@ class Reporter:
                 code,
                 reason,
                 run=self._config.run.name,
-                process=self._name,
+                process=self.worker,
                 now_ms=self._now_ms(),
                 max_message_bytes=self._config.kafka.max_message_bytes,
                 message=message,

@@ -1,11 +1,10 @@
 """The rollout worker: carries out commands, drives one engine, writes what it generates.
 
-Invariants: one thread drives engine and bus; scoring runs beside it and never blocks generation. An
-attempt is started only under a version that the engine hosts, and weights change only while nothing
-of their version runs, so that each attempt is of one version (C1); under the schedule `partial`
-attempts are interrupted instead and go on with the next version. A trajectory counts as in hand
-until its record is acknowledged by Kafka: what a worker no longer names in its status is safe in
-the log.
+One thread drives engine and bus; scoring runs beside it and never blocks generation. An attempt is
+started only under a version that the engine hosts, and weights change only while nothing of their
+version runs, so each attempt is of one version (C1). Under the schedule `partial` attempts are
+interrupted instead and go on with the next version. A trajectory is inflight until Kafka has
+acknowledged its record: what a worker no longer names in its status is safe in the log.
 """
 
 import logging
@@ -22,12 +21,12 @@ from dora.errors import DoraError, TaskError
 from dora.producers.engines.base import Delta, Engine
 from dora.producers.tasks.base import Prompt, Task
 from dora.producers.tasks.tokenization import Tokenizer
-from dora.producers.worker.attempt import Attempt, AttemptTrace, attempt_seed
+from dora.producers.worker.attempt import Attempt
 from dora.producers.worker.hosting import Hosting, Installer
-from dora.producers.worker.inflight import InHand
+from dora.producers.worker.inflight import InflightAttempts
 from dora.producers.worker.reporter import Reporter
 from dora.producers.worker.scoring import EmulatedScorer, Scorer
-from dora.schemas.records import Command, Policy, ProcessState, Sampling
+from dora.schemas.records import Command, Policy, ProcessState
 from dora.telemetry.meter import meter
 from dora.telemetry.tracer import TraceContext, parse_traceparent
 
@@ -37,11 +36,11 @@ DRAIN_SECONDS = 5.0
 
 
 class Worker:
-    """One rollout worker, without a loop of its own: whoever owns it feeds it from `positions` with
-    `receive`, takes `step`, `absorb` and `report` in turn, and `end` or `failed` at the end.
+    """One rollout worker, without a loop of its own.
 
-    `writer` may be shared with other workers of the same thread; `catch_up` feeds what has arrived
-    while the worker was busy loading.
+    Its owner feeds it the records of `positions` (`on_message`), calls `step`, `absorb` and
+    `report` in turn, and `end` or `report_failure` in the end. `writer` may be shared with other
+    workers of the same thread; `catch_up` feeds what has arrived while the worker was loading.
     """
 
     def __init__(
@@ -64,22 +63,20 @@ class Worker:
         self.name = worker
         self.engine = engine
         self.told_to_stop = False
-        """The coordinator said stop."""
+        """The coordinator sent a stop."""
         self._config = config
         self._writer = writer
         self._task = task
-        self._stop_token_ids = stop_token_ids
         self._clock = clock
         self._alive = alive
-        self._now_ms = now_ms
         self._catch_up = catch_up
         self._topics = RunTopics(config.run.name)
         self._partition = worker_partition(worker, config.kafka.dispatch_partitions)
         self._partial = config.schedule.kind == "partial"
         self._hosting = Hosting(config, engine, installer, clock)
         self._reporter = Reporter(config, writer, worker, clock, now_ms)
-        self._in_hand = InHand(
-            config, writer, engine, tokenizer, scorer, self._reporter, clock, now_ms
+        self._inflight = InflightAttempts(
+            config, writer, engine, tokenizer, scorer, self._reporter, stop_token_ids, clock, now_ms
         )
         self._deltas: list[Delta] = []
         self._paused = False
@@ -94,14 +91,14 @@ class Worker:
         }
 
     def begin(self) -> None:
-        """Tell the coordinator that this worker is there."""
-        self._say("ready", "waiting for a version")
+        """Report to the coordinator."""
+        self._report_state("ready", "waiting for a version")
 
-    def receive(self, message: Message) -> None:
-        """Take a record of `positions`; those for other workers are left aside."""
+    def on_message(self, message: Message) -> None:
+        """Handle a record of `positions`; commands to other workers are ignored."""
         value = message.value
         if isinstance(value, Policy):
-            self._hosting.heard(value)
+            self._hosting.on_policy(value)
         elif isinstance(value, Unreadable):
             if (message.topic, message.partition) in self.positions:
                 self._reporter.dead_letter(
@@ -121,8 +118,9 @@ class Worker:
                 self._yield(command)
             case "switch":
                 self._hosting.order(command.policy_version)
-            case "pause":
-                self._pause()
+            case "pause":  # generate nothing until the next version is there
+                self._paused = True
+                self.engine.pause()
             case "stop":
                 log.info("told to stop: %s", command.reason)
                 self.told_to_stop = True
@@ -135,7 +133,7 @@ class Worker:
             return 0.01
         if self.engine.running and not self._paused:
             return self.engine.due()
-        return 0.01 if self._in_hand.scoring else 0.05
+        return 0.01 if self._inflight.scoring else 0.05
 
     def step(self) -> None:
         """The first part of a turn: load what was ordered, and the engine's work. The others are
@@ -153,15 +151,15 @@ class Worker:
     @property
     def has_results(self) -> bool:
         """Whether `absorb` would write what must come after chunks that were sent before."""
-        return self._in_hand.has_results
+        return self._inflight.has_results
 
     def absorb(self) -> None:
-        """Write what is scored, then take what the engine's step brought."""
-        self._in_hand.write_results()
+        """Write what is scored, then what the engine's step produced."""
+        self._inflight.write_results()
         deltas, self._deltas = self._deltas, []
         for delta in deltas:
-            self._in_hand.take(delta)
-        self._in_hand.poll_scores()
+            self._inflight.on_delta(delta)
+        self._inflight.poll_scores()
         self._writer.poll()
 
     @property
@@ -170,47 +168,49 @@ class Worker:
         return self._reporter.due
 
     def report(self) -> None:
-        """A heartbeat: hand back what stalls, confirm what was written, say what is in hand."""
+        """A heartbeat; hands back what stalls before."""
         if not self._paused:
-            self._in_hand.hand_back_stalled(self._config.rollout.stall_timeout_seconds)
-        self._hosting.release(attempt.version for attempt in self._in_hand)
-        self._beat()
+            self._inflight.hand_back_stalled(self._config.rollout.stall_timeout_seconds)
+        self._hosting.release(attempt.version for attempt in self._inflight)
+        self._report_attempts()
 
     def end(self) -> None:
-        """Give running verifiers a moment, hand the rest back, and say goodbye."""
+        """Give running verifiers a moment, hand the rest back, and report the end."""
         deadline = self._clock() + DRAIN_SECONDS
-        while self._in_hand.scoring and not self.told_to_stop and self._clock() < deadline:
-            self._in_hand.poll_scores()
+        while self._inflight.scoring and not self.told_to_stop and self._clock() < deadline:
+            self._inflight.poll_scores()
             time.sleep(0.01)
         if self.has_results:
             self._flush()
         self.absorb()
-        for attempt in self._in_hand.unfinished():
-            self._in_hand.hand_back(attempt)
-        self._say("stopped", "stopped by the coordinator" if self.told_to_stop else "stopped")
+        for attempt in self._inflight.unfinished():
+            self._inflight.hand_back(attempt)
+        self._report_state(
+            "stopped", "stopped by the coordinator" if self.told_to_stop else "stopped"
+        )
 
-    def failed(self, error: Exception) -> None:
-        """Last words."""
+    def report_failure(self, error: Exception) -> None:
+        """The last status: the worker ends with `error`."""
         what = error.message if isinstance(error, DoraError) else repr(error)
         try:
-            self._say("failed", what)
+            self._report_state("failed", what)
         except DoraError:
-            log.exception("could not tell the coordinator of the failure")
+            log.exception("the failure could not be reported to the coordinator")
 
     def _start(self, command: Command, context: TraceContext | None) -> None:
-        former = self._in_hand.find(command.trajectory_id)
+        former = self._inflight.find(command.trajectory_id)
         if former is not None and (
             former.finish_reason is not None or former.command.attempt >= command.attempt
         ):
             self._reporter.dead_letter(
                 "already_running",
                 f"attempt {command.attempt} of {command.trajectory_id} was sent while attempt "
-                f"{former.command.attempt} is in hand",
+                f"{former.command.attempt} is inflight",
                 trajectory_id=command.trajectory_id,
             )
             return
         if former is not None:
-            self._in_hand.hand_back(former)  # this worker was given up, and is trusted again
+            self._inflight.hand_back(former)  # this worker was given up, and is trusted again
         if not self._can_generate(command.policy_version):
             self._reporter.dead_letter(
                 "wrong_version",
@@ -219,14 +219,17 @@ class Worker:
                 trajectory_id=command.trajectory_id,
             )
             return
+        version = command.policy_version
+        if self._partial and self.engine.version is not None:
+            version = self.engine.version
         try:
             prompt = self._task.prompt(command.ordinal, command.purpose)
         except TaskError as error:
-            prompt = Prompt(command.ordinal, "", (), {})
-            attempt = self._attempt(command, prompt, context)
-            self._in_hand.fail(attempt, "prompt_failed", str(error))
+            none = Prompt(command.ordinal, "", (), {})
+            attempt = self._inflight.add(command, none, version, context)
+            self._inflight.fail(attempt, "prompt_failed", str(error))
             return
-        self.engine.add(self._attempt(command, prompt, context).request())
+        self.engine.add(self._inflight.add(command, prompt, version, context).request())
 
     def _can_generate(self, version: int) -> bool:
         """Whether the engine hosts the version, or under `partial` a later one."""
@@ -235,54 +238,25 @@ class Worker:
             return newest is not None and version <= newest
         return version in self.engine.versions
 
-    def _attempt(self, command: Command, prompt: Prompt, context: TraceContext | None) -> Attempt:
-        rollout, newest = self._config.rollout, self.engine.version
-        identity = command.trajectory_id
-        sampling = Sampling(
-            rollout.temperature,
-            rollout.top_p,
-            rollout.top_k,
-            rollout.max_new_tokens,
-            self._stop_token_ids,
-            attempt_seed(self._config.run.seed, identity, command.attempt)
-            if rollout.seeded
-            else None,
-        )
-        attempt = Attempt(
-            command, prompt, sampling, self.name, self._now_ms(), self._clock(),
-            version=newest if self._partial and newest is not None else command.policy_version,
-            trace=None if context is None else AttemptTrace(command, context, self.name),
-        )  # fmt: skip
-        meter().count("dora_worker_attempts_total")
-        if attempt.resumed:
-            meter().count("dora_worker_attempts_resumed_total")
-        self._in_hand.add(attempt)
-        return attempt
-
     def _yield(self, command: Command) -> None:
         """Stop an attempt, unless it is finished or another one by now."""
-        attempt = self._in_hand.find(command.trajectory_id)
+        attempt = self._inflight.find(command.trajectory_id)
         if attempt is None or attempt.finish_reason is not None:
             return
         if attempt.command.attempt == command.attempt:
-            self._in_hand.hand_back(attempt, move=command.kind == "move")
-
-    def _pause(self) -> None:
-        """Generate nothing until the next version is there."""
-        self._paused = True
-        self.engine.pause()
+            self._inflight.hand_back(attempt, move=command.kind == "move")
 
     def _resume(self) -> None:
         if self._paused:
             self._paused = False
             self.engine.resume()
-            for attempt in self._in_hand:
+            for attempt in self._inflight:
                 attempt.progress_at = self._clock()
 
     def _load(self, version: int) -> None:
         """Load an ordered version, and end a pause."""
         interrupted = [] if self.engine.hosts_many else self._interrupt(version)
-        self._say("loading", f"loading version {version}")
+        self._report_state("loading", f"loading version {version}")
         faults.point("worker.version_loading")
         installed = self._hosting.install(version, self._catch_up)
         if installed is not None:
@@ -299,19 +273,19 @@ class Worker:
                 attempt.version = self.engine.version
                 self.engine.add(attempt.request())
         if installed is None:
-            self._say("ready", f"version {version} has left the window: not loaded")
+            self._report_state("ready", f"version {version} has left the window: not loaded")
         else:
-            self._say("ready", f"hosts version {version}")
+            self._report_state("ready", f"hosts version {version}")
 
     def _interrupt(self, version: int) -> list[Attempt]:
         """Take everything out of an engine that is to change its weights; returns what goes on with
         the new ones (`partial`), the rest is handed back."""
-        running = self._in_hand.unfinished()
+        running = self._inflight.unfinished()
         for attempt in running:
             if self._partial:
-                self._in_hand.interrupt(attempt)
+                self._inflight.interrupt(attempt)
                 continue
-            self._in_hand.hand_back(attempt)
+            self._inflight.hand_back(attempt)
             log.warning(
                 "%s was still running when version %d was to be loaded; handed back",
                 attempt.command.trajectory_id,
@@ -324,25 +298,25 @@ class Worker:
     def _flush(self) -> None:
         self._writer.flush(self._config.kafka.request_timeout_seconds)
 
-    def _say(self, state: ProcessState, message: str) -> None:
+    def _report_state(self, state: ProcessState, message: str) -> None:
         self._reporter.state, self._reporter.message = state, message
         log.info("%s: %s", state, message)
         self._flush()
-        self._beat()
+        self._report_attempts()
 
-    def _beat(self) -> None:
-        """Say what is in hand, once everything before is acknowledged."""
+    def _report_attempts(self) -> None:
+        """Send a status that names what is inflight; everything before must be acknowledged."""
         rollout = self._config.rollout
         loading = self._reporter.state == "loading"
         self._alive(rollout.load_timeout_seconds if loading else rollout.hang_timeout_seconds)
-        self._in_hand.confirm()
-        self._reporter.metrics["scoring"] = float(self._in_hand.scoring)
+        self._inflight.confirm()
+        self._reporter.metrics["scoring"] = float(self._inflight.scoring)
         self._reporter.metrics["kv_used_share"] = self.engine.memory_used
         self._reporter.metrics.update(self.engine.metrics)
         self._reporter.send(
             version=self.engine.version,
             versions=self._hosting.versions,
             loading=self._hosting.loading,
-            running=self._in_hand.holdings(),
+            running=self._inflight.leases(),
             command_offset=self._command_offset,
         )

@@ -1,9 +1,9 @@
 """The text of trajectories as it is generated, from chunks in any order of their trajectories.
 
-Invariant: no token is told twice. An attempt that goes on from an earlier one's tokens repeats them
-in its first chunks: only what differs from what was told, or goes beyond it, is new; where it
-differs, the piece says from which token on the text is another one. A trajectory ends once, with
-the text of the attempt that counts, and what comes after that is not told.
+No token is reported twice. An attempt that goes on from an earlier one's tokens repeats them in its
+first chunks: only what differs from the reported tokens, or goes beyond them, is new; where it
+differs, the piece says from which token on the text changed. A trajectory ends once, with the text
+of the attempt that counts.
 """
 
 from collections import deque

@@ -1,10 +1,9 @@
 """The coordinator: carries out what `dora.core.scheduling.coordination` decides.
 
-Invariant: it holds no state of its own. Everything it knows is folded from the log, and a decision
-takes effect only when the transaction that carries it commits: admissions (journal) and the
-commands that follow from them become visible together or not at all. A second coordinator fences
-the first through the transactional id, so that the journal has one writer and its versions never
-decrease.
+It holds no state of its own: everything it knows is read from the log, and a decision takes effect
+only when its transaction commits. Admissions (journal) and the commands that follow from them
+become visible together or not at all. A second coordinator fences the first through the
+transactional id, so the journal has one writer and its versions never decrease.
 """
 
 import logging
@@ -130,7 +129,7 @@ class Coordinator:
             self._statuses.incarnation,
             prompt_identity(config) if config.schedule.longest_first else None,
         )
-        self._log = LogFollower(config, settings, self._coordination, clock)
+        self._follower = LogFollower(config, settings, self._coordination, clock)
         self._ticked_at: float | None = None
         self._scanner = ChunkScanner(settings, mixed=config.schedule.kind == "partial")
 
@@ -142,9 +141,9 @@ class Coordinator:
         """
         try:
             self._beat("starting", force=True)
-            self._log.rebuild()
+            self._follower.rebuild()
             while not stop.is_set() and not self._done():
-                self._log.follow(POLL_SECONDS)
+                self._follower.follow(POLL_SECONDS)
                 self._settle_with_rival()
                 self._decide()
                 self._take_over()
@@ -152,7 +151,7 @@ class Coordinator:
             self._beat("stopped", force=True)
         finally:
             self._transactions.close()
-            self._log.close()
+            self._follower.close()
             self._writer.close()
 
     def _written(self) -> list[tuple[str, int]]:
@@ -197,7 +196,7 @@ class Coordinator:
         if not records:
             return
         topics = self._topics
-        self._traces.run_id = self._log.run_id
+        self._traces.run_id = self._follower.run_id
         with self._transactions.transaction() as transaction:
             for record in records:
                 if isinstance(record, Admission):
@@ -237,7 +236,7 @@ class Coordinator:
         wanted: dict[str, Lost] = {}
         for identity, work in self._coordination.scans.items():
             index = self._partition(work.version, work.group_id)
-            starts = self._log.start_of(topic, work.version)
+            starts = self._follower.start_of(topic, work.version)
             start = starts.get((topic, index), BEGINNING)
             wanted[identity] = Lost(work.version, (topic, index), start)
         self._scanner.ask(wanted)

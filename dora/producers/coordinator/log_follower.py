@@ -1,9 +1,9 @@
 """Reads a run's log into what the coordinator knows (`dora.core.scheduling.coordination`).
 
-Invariant: `rebuild` and then `follow` leave the same knowledge as having followed from the run's
-first record, but read only what concerns the live versions: a policy record names the offsets at
-which its version begins in ledger, journal and commands, and groups of versions that left the
-window are closed. So the time to start is bounded by the window, not by the length of the run.
+`rebuild` and then `follow` leave the same knowledge as following from the run's first record, but
+read only what concerns the live versions: a policy record names the offsets at which its version
+begins in ledger, journal and commands, and groups of versions that left the window are closed. So
+the time to start is bounded by the window, not by the length of the run.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Reads what lost trajectories left in the chunk log.
+"""Reads from the chunk log what lost trajectories have, so that other workers go on with them.
 
-Invariant: every trajectory that was asked for is answered once, in the end with an empty prefix:
-a log that cannot be read costs tokens, never a trajectory. The reading is done beside the
-coordinator's work; only chunks of the trajectories asked for are decoded.
+Every trajectory that was asked for is answered once, in the end with an empty prefix: a log that
+cannot be read costs tokens, never a trajectory. A thread reads beside the coordinator's work, and
+only chunks of the trajectories asked for are decoded.
 """
 
 import logging

@@ -1,6 +1,6 @@
-"""Rollout engines: what turns prompts and weights into tokens.
+"""Rollout engines turn prompts and weights into tokens.
 
-Invariant: nothing heavy is imported here; vLLM comes in only when an engine of that kind is made.
+Nothing heavy is imported here: vLLM is imported when an engine of that kind is made.
 """
 
 import time

@@ -1,12 +1,12 @@
 """What a rollout engine is: weights of one version, and sequences that grow one step at a time.
 
-Invariants that every engine keeps:
+Every engine keeps these rules:
 
 - All tokens of a request come from one version: the one it names or, where the engine hosts a
   single one, the one that was loaded when it was added. Weights of a version change only while
   nothing of it runs (C1).
 - Every added request ends with exactly one `Delta` that has a finish reason, unless it is aborted;
-  then nothing more is said about it. What is wrong with one request is told in its own delta
+  then nothing more is reported. An error of one request stands in its own delta
   (`finish_reason="error"`) and never stops the others.
 - Tokens are reported once, in order, each with the log-probability of the distribution that it was
   drawn from, temperature and truncation included. The stop token counts as a generated token.
@@ -82,7 +82,7 @@ class Engine(ABC):
         return frozenset() if self.version is None else frozenset({self.version})
 
     def due(self) -> float:
-        """Seconds until `step` has something to report; 0 where only `step` can tell."""
+        """Seconds until `step` has something to report; 0 where only `step` knows."""
         return 0.0
 
     def unreported(self, request_id: str) -> Delta | None:
@@ -144,7 +144,7 @@ class Engine(ABC):
     def add(self, request: Request) -> None:
         """Take a request; it joins the batch at the next step.
 
-        Whatever is wrong with it is told by the next `step`. Raises `DoraError` only if a request
+        The next `step` reports what is wrong with it. Raises `DoraError` only if a request
         of that id runs already or the engine has no valid weights.
         """
 
@@ -156,8 +156,8 @@ class Engine(ABC):
     def step(self) -> list[Delta]:
         """Run one iteration and return what it added; [] at once when nothing runs.
 
-        Raises `DoraError` when the engine fails again and again; a single failure is told to the
-        requests that it hit.
+        Raises `DoraError` when the engine fails again and again; a single failure ends
+        the requests that it hit.
         """
 
     @property

@@ -268,7 +268,6 @@ class EmulatedEngine(Engine):
 
     @property
     def versions(self) -> frozenset[int]:
-        """Versions that requests can be added for."""
         return frozenset(self._ready_at)
 
     @property
@@ -279,7 +278,6 @@ class EmulatedEngine(Engine):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """See `Engine.metrics`."""
         return {
             "emulation_late_share": self.late_share,
             "preemptions_total": float(self._device.preemptions),
@@ -317,7 +315,6 @@ class EmulatedEngine(Engine):
             self._spend(self._section.load_seconds)
 
     def unload(self, version: int) -> None:
-        """Forget a version; see `Engine.unload`."""
         users = sum(s.version == version for s in self._sequences.values())
         if users:
             raise DoraError(f"version {version} cannot be unloaded: {users} requests of it run")
@@ -336,7 +333,6 @@ class EmulatedEngine(Engine):
         return [-math.log(self.vocabulary)] * max(0, len(token_ids) - 1)
 
     def add(self, request: Request) -> None:
-        """Take a request; see `Engine.add`."""
         name = request.request_id
         if name in self._sequences:
             raise DoraError(f"request {name} runs already")
@@ -375,7 +371,6 @@ class EmulatedEngine(Engine):
             self._start(sequence, now)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request; see `Engine.abort`."""
         if self._sequences.pop(request_id, None) is not None:
             self._held.pop(request_id, None)
             now = self._now()
@@ -386,7 +381,6 @@ class EmulatedEngine(Engine):
         self._finished = [delta for delta in self._finished if delta.request_id != request_id]
 
     def unreported(self, request_id: str) -> Delta | None:
-        """What was generated since the last report; see `Engine.unreported`."""
         sequence = self._sequences.get(request_id)
         if sequence is None or request_id in self._held:
             return None
@@ -397,11 +391,9 @@ class EmulatedEngine(Engine):
         return self._delta(sequence, position) if position > sequence.reported else None
 
     def pause(self) -> None:
-        """See `Engine.pause`."""
         self._device.pause(self._now())
 
     def resume(self) -> None:
-        """See `Engine.resume`."""
         self._device.resume(self._now())
 
     def due(self) -> float:
@@ -426,11 +418,9 @@ class EmulatedEngine(Engine):
 
     @property
     def running(self) -> int:
-        """Requests taken and not reported as finished."""
         return len(self._sequences) + len(self._finished)
 
     def close(self) -> None:
-        """Forget all requests."""
         now = self._now()
         for name in self._sequences:
             if self._device.holds(name):

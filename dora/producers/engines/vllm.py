@@ -280,7 +280,6 @@ class VllmCore(Engine):
         self._starts = 0
 
     def add(self, request: Request) -> None:
-        """Take a request; see `Engine.add`."""
         name = request.request_id
         if name in self._requests:
             raise DoraError(f"request {name} runs already")
@@ -306,14 +305,13 @@ class VllmCore(Engine):
         self._requests[name] = self.version if request.version is None else request.version
 
     def abort(self, request_id: str) -> None:
-        """Drop a request; see `Engine.abort`."""
         if request_id in self._requests:
             del self._requests[request_id]
             self._llm.abort_request([request_id])
         self._reported = [delta for delta in self._reported if delta.request_id != request_id]
 
     def step(self) -> list[Delta]:
-        """One iteration of vLLM; see `Engine.step`.
+        """One iteration of vLLM.
 
         Where vLLM itself fails, every running request ends with an error and a fresh engine takes
         over with the same weights; the third failure in a row is raised.
@@ -350,7 +348,6 @@ class VllmCore(Engine):
 
     @property
     def running(self) -> int:
-        """Requests taken and not yet reported as finished."""
         return len(self._requests) + sum(d.finish_reason is not None for d in self._reported)
 
     @property
@@ -361,7 +358,6 @@ class VllmCore(Engine):
         return float(getattr(cache, "usage", 0.0))
 
     def close(self) -> None:
-        """Shut vLLM down and free its memory."""
         llm, self._llm = self._llm, None
         self._requests.clear()
         self._reported.clear()
@@ -496,7 +492,6 @@ class VllmEngine(VllmCore):
     _directory = Path()
 
     def load(self, directory: Path, version: int) -> None:
-        """Apply weights in place; see `Engine.load`."""
         if self._requests:
             raise DoraError(
                 f"weights of version {version} cannot be loaded while {len(self._requests)} "
@@ -521,13 +516,12 @@ class VllmEngine(VllmCore):
         self.version = version
 
     def restart(self, directory: Path, version: int) -> None:
-        """Build a fresh engine; running requests are dropped. See `Engine.restart`."""
+        """Build a fresh engine; running requests are dropped."""
         self._requests.clear()
         self._reported.clear()
         self._start(directory, version)
 
     def score(self, token_ids: Sequence[int], version: int | None = None) -> list[float]:
-        """Log-probabilities of a given sequence; see `Engine.score`."""
         if self._requests:
             raise DoraError(f"cannot score while {len(self._requests)} requests run")
         return self._score(list(token_ids), None)

@@ -1,9 +1,8 @@
 """vLLM as a rollout engine for LoRA: one base model, and an adapter for each version.
 
-Invariants: each request is pinned to the adapter of its version until it ends, and an adapter is
-removed only when no request names it. An id that vLLM knows an adapter by is given once, so that
-nothing that vLLM keeps by it (its prefix cache goes by name and path) can be taken for another's.
-An adapter that cannot be loaded leaves everything else as it was.
+Each request is pinned to the adapter of its version until it ends, and an adapter is removed only
+when no request names it. vLLM's ids of adapters are never reused, because its prefix cache goes by
+name and path. An adapter that cannot be loaded leaves everything else as it was.
 """
 
 import logging
@@ -68,7 +67,6 @@ class VllmAdapterEngine(VllmCore):
 
     @property
     def versions(self) -> frozenset[int]:
-        """Versions that requests can be added for."""
         return frozenset(self._adapters)
 
     @property
@@ -77,7 +75,7 @@ class VllmAdapterEngine(VllmCore):
         return {"adapters": float(self._places)}
 
     def load(self, directory: Path, version: int) -> None:
-        """Add the adapter of a version, or replace it; see `Engine.load`.
+        """Add the adapter of a version, or replace it.
 
         Raises `WeightsError`, naming version and reason, where the adapter cannot be loaded, and
         `DoraError` while requests of this version run or all places are taken by such.
@@ -106,7 +104,6 @@ class VllmAdapterEngine(VllmCore):
         self.load(directory, version)
 
     def unload(self, version: int) -> None:
-        """Remove a version's adapter; see `Engine.unload`."""
         adapter = self._adapters.get(version)
         if adapter is None:
             return
@@ -117,7 +114,6 @@ class VllmAdapterEngine(VllmCore):
         self._llm.remove_lora(adapter.number)
 
     def score(self, token_ids: Sequence[int], version: int | None = None) -> list[float]:
-        """Log-probabilities under a version; see `Engine.score`. Others go on meanwhile."""
         version = self.version if version is None else version
         if version is None or version not in self._adapters:
             raise DoraError(
@@ -129,7 +125,6 @@ class VllmAdapterEngine(VllmCore):
         return self._score(list(token_ids), self._adapters[version].request())
 
     def close(self) -> None:
-        """Shut vLLM down and free its memory."""
         super().close()
         self._adapters.clear()
 

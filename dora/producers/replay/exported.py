@@ -1,9 +1,9 @@
 """A run's groups as they were exported, to be served to another run's trainer.
 
-Invariant: groups come with all their trajectories or not at all, in the order in which they can
-have started: by version, evaluations first, then by prompt. Nothing of a trajectory is altered but
-the run's name; its chunks are not in an export. Where a prompt is missing, what comes after it is
-left out and counted, for a trainer could not tell that from loss.
+Groups come with all their trajectories or not at all, in the order in which they can have started:
+by version, evaluations first, then by prompt. Only the run's name is changed; an export has no
+chunks. Where a prompt is missing, what comes after it is left out and counted: a trainer would take
+it for a loss.
 """
 
 import json

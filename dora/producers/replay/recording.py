@@ -1,8 +1,8 @@
 """A run's groups as they were recorded, to be served to another run's trainer.
 
-Invariant: groups come in the order of the journal, each with the finished trajectories that count
-and the chunks of all their attempts, in log order; nothing is altered but the run's name, and the
-times in the records stay the recorded ones.
+Groups come in the order of the journal, each with the finished trajectories that count and the
+chunks of all their attempts, in log order. Only the run's name is changed; times stay the recorded
+ones.
 """
 
 from abc import ABC, abstractmethod

@@ -1,8 +1,7 @@
-"""Scores responses that lie in the log once more.
+"""Scores responses of the log again.
 
-Invariant: a response is scored as a rollout worker would score it: by the same processes under the
-same time limits, against the item of the prompt that it was generated for. If the task gives
-another prompt now, nothing is scored against it.
+A response is scored as by a rollout worker: by the same processes under the same time limits,
+against the item of its prompt. If the task gives another prompt now, nothing is scored.
 """
 
 import sys
@@ -40,7 +39,7 @@ class Logged:
 
     @classmethod
     def of(cls, record: Trajectory) -> "Logged | None":
-        """None for a trajectory whose generation failed: nobody scores it."""
+        """None for a trajectory whose generation failed: it is not scored."""
         if record.finish_reason == "error" or record.text is None:
             return None
         length = record.mask.find(1)

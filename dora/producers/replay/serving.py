@@ -1,10 +1,10 @@
-"""Logged trajectories in place of live workers: one run's recording feeds another run's trainer.
+"""Serves the recording of one run to another run's trainer, in place of live workers.
 
-Invariant: this process holds no state of its own. What it wrote before is read from the new run's
-log at start, and everything it adds goes there in transactions under the coordinator's id, so that
-it may be ended and started again at any moment without losing or doubling a record, and two of them
-cannot write at once. Groups start in the recorded order under their recorded version, never before
-the new run's trainer has announced it and never beyond the window.
+The process holds no state of its own. What it wrote before is read from the new run's log at start,
+and everything it adds goes there in transactions under the coordinator's id. So it may be ended and
+started again at any moment without losing or doubling a record, and two of them cannot write at
+once. Groups start in the recorded order under their recorded version, never before the new run's
+trainer has announced it and never beyond the window.
 """
 
 import heapq

@@ -1,8 +1,8 @@
 """What a task is: an endless stream of prompts that can be entered anywhere.
 
-Invariant: a prompt depends on the configuration, its ordinal and its purpose, and on nothing else:
-not on the process, the order of the calls, or a restart. Training and held-out prompts never share
-a text: which half a prompt belongs to is a hash of its text.
+A prompt depends on the configuration, its ordinal and its purpose alone: not on the process, the
+order of the calls, or a restart. Training and held-out prompts never share a text: a hash of the
+text decides which half a prompt belongs to.
 """
 
 import functools
@@ -85,7 +85,7 @@ class PromptEncoder:
         """
         content = self._content(item, content)
         if self._chat_template:
-            return self._tokenizer.chat(_spoken(content))
+            return self._tokenizer.chat(_as_messages(content))
         if not isinstance(content, str):
             raise TaskError(
                 "the prompt is a list of chat messages",
@@ -95,7 +95,7 @@ class PromptEncoder:
 
     def messages(self, item: dict[str, Any], content: Any) -> Messages:
         """What the chat template makes the prompt's text of. Raises as `text` does."""
-        return _spoken(self._content(item, content))
+        return _as_messages(self._content(item, content))
 
     def _content(self, item: dict[str, Any], content: Any) -> str | Messages:
         if self._render is not None:
@@ -122,7 +122,7 @@ class PromptEncoder:
         return self._tokenizer.encode(text, special_tokens=not self._chat_template)
 
 
-def _spoken(content: str | Messages) -> Messages:
+def _as_messages(content: str | Messages) -> Messages:
     return [{"role": "user", "content": content}] if isinstance(content, str) else content
 
 

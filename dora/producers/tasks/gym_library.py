@@ -116,6 +116,6 @@ def _load_alone(root: Path, file: Path) -> ModuleType:
         importlib.import_module(".".join((LIBRARY, *parts)))
         return importlib.import_module(f"{LIBRARY}.factory")
     finally:
-        # Only the empty packages go: whoever imports the library later gets the real ones.
+        # Only the empty packages go: a later import of the library gets the real ones.
         for package in stand_ins:
             sys.modules.pop(package, None)

@@ -1,8 +1,7 @@
 """Functions that a configuration names as `module:function`.
 
-Invariant: whatever `load_hook` returns is callable, and whatever it refuses is refused with the
-setting that named it. A module beside the configuration file wins over an installed one, in the
-process of the worker as in those of the verifier.
+A module beside the configuration file wins over an installed one, in the process of the worker as
+in those of the verifier. Errors name the setting.
 """
 
 import importlib

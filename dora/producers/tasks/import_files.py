@@ -1,8 +1,7 @@
 """Rows of JSON lines and Parquet files, with the place where each stands.
 
-Invariant: the same files give the same rows in the same order: files in the order in which they are
-named, those of a directory by name, with numbers compared as numbers. A file that is no table of
-rows is refused with file and line before anything is made of it; one row, or one batch of a Parquet
+The same files give the same rows in the same order: files in the order in which they are named,
+those of a directory by name, with numbers compared as numbers. One row, or one batch of a Parquet
 file, is in memory at a time.
 """
 

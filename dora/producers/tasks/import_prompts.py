@@ -1,9 +1,8 @@
 """Prompts of a task made from rows of files.
 
-Invariant: a prompt stands once in what is made, at the place of its first occurrence, whatever the
-number of rows that hold it; the same files give the same bytes. Among rows of one prompt the one
-with the highest reward gives the answer, the first of equals; without rewards it is the first. A
-row that lacks a field or holds another type ends the import with its place.
+A prompt is written once, at the place of its first occurrence; the same files give the same bytes.
+Among rows of one prompt the one with the highest reward gives the answer (the first of equals);
+without rewards it is the first row. A row that lacks a field or holds another type ends the import.
 """
 
 import json
@@ -190,7 +189,7 @@ def _messages(place: str, name: str, value: Any) -> list[dict[str, str]]:
 
 
 def _split(place: str, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], str]:
-    """A conversation up to the assistant's last word, and that."""
+    """A conversation up to the assistant's last message, and that message."""
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise UsageError(f'{place}: "messages" does not end with the assistant\'s answer')
     return messages[:-1], messages[-1]["content"]

@@ -1,8 +1,8 @@
 """What runs in the verifier processes: load the verifier once, then judge responses.
 
-Invariant: whatever a verifier does short of hanging or killing its process becomes a `Verdict`.
-This module and what it imports stay light (no configuration, no model libraries), because a
-process is started anew each time a verifier hangs. The process ends when its parent does.
+Whatever a verifier does short of hanging or killing its process becomes a `Verdict`. This module
+and its imports stay light (no configuration, no model libraries), because a process is started anew
+each time a verifier hangs. The process ends when its parent does.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """The texts and conversations that a run's prompts were made of.
 
-Invariant: a conversation is given out only if the tokenizer makes of it the very tokens that the
-trajectory was generated for; where the task now has another prompt, nothing is guessed.
+A conversation is given out only if the tokenizer makes of it the tokens that the trajectory was
+generated for.
 """
 
 import functools
@@ -17,16 +17,12 @@ from dora.producers.tasks.kinds import create_task
 from dora.producers.tasks.tokenization import Tokenizer, tokenizer_of
 from dora.schemas.records import pack_tokens
 
-# Which prompts of the training stream are the same one.
-#
-# Invariant: two ordinals with the same prompt tokens have the same identity, in every process.
-
 _CACHED = 65_536
 
 
 def prompt_identity(config: Config) -> PromptOf:
-    """Identity of the prompt at an ordinal of the run's training stream. The task must be at hand
-    as on a rollout worker: TaskError if it is not."""
+    """Identity of the prompt at an ordinal of the run's training stream: equal for equal tokens, in
+    every process. TaskError if the task cannot be loaded as on a rollout worker."""
     task = create_task(config, tokenizer_of(config))
 
     @functools.lru_cache(_CACHED)

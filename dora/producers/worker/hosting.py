@@ -1,8 +1,8 @@
 """Which policy versions a worker's engine hosts, and how it gets the next one.
 
-Invariant: an engine that hosts one version gets another only while nothing runs; one that hosts
-several gets it beside the others, and a version that has left the window goes once nothing of it
-runs. A version that has left the window before it could be loaded is not loaded: nobody needs it.
+An engine that hosts one version gets another only while nothing runs. One that hosts several gets
+it beside the others; a version that left the window is unloaded once nothing of it runs. A version
+that left the window before it could be loaded is not loaded.
 """
 
 import logging
@@ -18,16 +18,10 @@ from dora.schemas.records import Policy, unpack_logprobs, unpack_tokens
 from dora.weights.canary import CanaryResult, check
 from dora.weights.store import WeightStore
 
-# Putting a policy version into an engine.
-#
-# Invariant: a worker calls itself ready for a version only after the weights' files had the
-# announced sizes and checksums, the engine applied them, and the engine's log-probabilities of
-# the canary under that version were within the tolerance of the trainer's. An update that fails
-# the canary is tried once more, with a fresh engine or, where an engine hosts many versions, with
-# a fresh adapter: an engine may report success and hold wrong weights. A version that fails is
-# not hosted.
-
 log = logging.getLogger(__name__)
+
+POLICY_SECONDS = 60.0
+_REMEMBERED = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +35,13 @@ class Installed:
 
 
 class Installer:
-    """Fetches, verifies and applies versions to one engine; its first version brings it up."""
+    """Fetches, verifies and applies versions to one engine; its first version brings it up.
+
+    A version counts as hosted only after its files had the announced sizes and checksums and the
+    engine's log-probabilities of the canary were within `tolerance` of the trainer's: an engine may
+    report success and hold wrong weights. An update that fails the canary is tried once more, with
+    a fresh engine or, where an engine hosts many versions, with a fresh adapter.
+    """
 
     def __init__(
         self,
@@ -118,12 +118,6 @@ class Installer:
         return check(self._engine.score(tokens, policy.version), expected, self._tolerance)
 
 
-log = logging.getLogger(__name__)
-
-POLICY_SECONDS = 60.0
-_REMEMBERED = 128
-
-
 class Hosting:
     """The versions of one engine; `clock` is monotonic, in seconds."""
 
@@ -194,7 +188,7 @@ class Hosting:
                 self._orders.pop(version, None)
 
     def departed(self, version: int) -> bool:
-        """Whether the version left the window: all its groups are trained, nobody needs it."""
+        """Whether the version left the window: all its groups are trained."""
         return version < self._window.oldest_live(max(self._policies, default=0))
 
     def release(self, in_use: Iterable[int]) -> list[int]:

@@ -99,7 +99,7 @@ class InflightAttempts:
             else None,
         )
         attempt = Attempt(
-            command, prompt, sampling, self._reporter.worker, self._now_ms(), self._clock(),
+            command, prompt, sampling, self._reporter.process, self._now_ms(), self._clock(),
             version=version, context=context,
         )  # fmt: skip
         meter().count("dora_worker_attempts_total")

@@ -136,7 +136,7 @@ class Fleet:
         """A turn for every worker that has something to do: those longest due first."""
         now = self._turned_at = self._clock()
         due = sorted(
-            (w for w in self.workers.values() if self._due_at[w.name] <= now or w.report_due),
+            (w for w in self.workers.values() if self._due_at[w.name] <= now or w.heartbeat_due),
             key=lambda worker: self._due_at[worker.name],
         )
         for worker in due:
@@ -145,11 +145,11 @@ class Fleet:
             self._writer.flush(self._flush_seconds)
         for worker in due:
             worker.absorb()
-        reporting = [worker for worker in due if worker.report_due]
+        reporting = [worker for worker in due if worker.heartbeat_due]
         if reporting:
             self._writer.flush(self._flush_seconds)
         for worker in reporting:
-            worker.report()
+            worker.heartbeat()
         for worker in due:
             self._due_at[worker.name] = now + worker.wait()
         for worker in [w for w in due if w.told_to_stop]:
@@ -189,7 +189,7 @@ def wait_for_free_ids(
 ) -> None:
     """Returns once no other process uses one of these worker ids; InUseError if one goes on to.
 
-    A process that died without a last status is told from a living one by its heartbeats: waits
+    A process that died without a last status differs from a living one by its heartbeats: waits
     for at most three of them where the last status under an id was not a final one.
     """
     used: set[str] = set()

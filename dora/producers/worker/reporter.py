@@ -18,7 +18,7 @@ FLUSHED_STATES = ("loading", "stopped", "failed")
 """States after which nothing else is sent for a while, or ever."""
 
 
-class Reporter:
+class Reporter(StatusReporter):
     """Reports for `worker`; `clock` is in seconds, `now_ms` Unix time in milliseconds."""
 
     def __init__(
@@ -29,27 +29,15 @@ class Reporter:
         clock: Callable[[], float],
         now_ms: Callable[[], int],
     ) -> None:
-        self._statuses = StatusReporter(
-            config, writer, worker, "rollout", clock=clock, now_ms=now_ms
-        )
-        self.incarnation = self._statuses.incarnation
+        super().__init__(config, writer, worker, "rollout", clock=clock, now_ms=now_ms)
         self.state: ProcessState = "starting"
         self.message = ""
         self.metrics: dict[str, float] = {"tokens_total": 0.0, "trajectories_total": 0.0}
         self._config = config
-        self._writer = writer
-        self.worker = worker
-        self._clock = clock
-        self._now_ms = now_ms
-        self._topics = RunTopics(config.run.name)
+        self._dead_letters = RunTopics(config.run.name).dead_letters
         self._rate_at = clock()
         self._rate_tokens = 0.0
         self._commanded_at = clock()
-
-    @property
-    def due(self) -> bool:
-        """Whether it is time for a heartbeat."""
-        return self._statuses.due
 
     def on_command(self) -> None:
         """A command of the coordinator was read."""
@@ -59,7 +47,7 @@ class Reporter:
         """Add to a metric that counts."""
         self.metrics[name] = self.metrics.get(name, 0.0) + by
 
-    def send(
+    def report_status(
         self,
         *,
         version: int | None,
@@ -79,8 +67,8 @@ class Reporter:
             self.metrics["tokens_per_second"] = (total - self._rate_tokens) / (now - self._rate_at)
             self._rate_at, self._rate_tokens = now, total
         running = tuple(running)
-        self._statuses.send(
-            self._statuses.status(
+        self.send(
+            self.status(
                 self.state,
                 self._message_to_send(idle=not running),
                 version=-1 if version is None else version,
@@ -118,12 +106,12 @@ class Reporter:
         log.warning("dead letter %s %s: %s", code, trajectory_id, reason)
         meter().count("dora_process_dead_letters_total", value=code)
         self._writer.send(
-            self._topics.dead_letters,
+            self._dead_letters,
             dead_letter(
                 code,
                 reason,
                 run=self._config.run.name,
-                process=self.worker,
+                process=self.process,
                 now_ms=self._now_ms(),
                 max_message_bytes=self._config.kafka.max_message_bytes,
                 message=message,

@@ -1,8 +1,8 @@
 """Scoring beside the generation, in processes of its own.
 
-Invariant: every response that was submitted comes back exactly once, with a reward or with the
-reason why it has none, whatever its verifier does: raise, hang, return nonsense or kill its
-process. Nothing here waits: `submit` and `poll` return at once.
+Every response that was submitted comes back exactly once, with a reward or with the reason why it
+has none, whatever its verifier does: raise, hang, return nonsense or kill its process. Nothing here
+waits: `submit` and `poll` return at once.
 
 Responses go to the processes in bundles, because handing one over costs more than most verifiers
 take. When a bundle hangs or kills its process, its responses are judged again one by one, so that
@@ -61,11 +61,6 @@ class _Job:
     item: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Bundle:
-    jobs: tuple[_Job, ...]
-
-
 class Scorer(Closeable):
     """Runs a task's verifier in a pool of processes, each response within a time limit.
 
@@ -85,7 +80,7 @@ class Scorer(Closeable):
         )
         self._waiting: deque[_Job] = deque()
         self._suspects: deque[_Job] = deque()
-        self._flying: dict[Future[Any], _Bundle] = {}
+        self._flying: dict[Future[Any], list[_Job]] = {}
         self._landed: deque[Future[Any]] = deque()
         self._seconds_per_job = BUNDLE_SECONDS / FIRST_BUNDLE
         self._restarts = 0
@@ -98,7 +93,7 @@ class Scorer(Closeable):
     @property
     def pending(self) -> int:
         """Responses that were submitted and have not come back."""
-        flying = sum(len(bundle.jobs) for bundle in self._flying.values())
+        flying = sum(map(len, self._flying.values()))
         return len(self._waiting) + len(self._suspects) + flying
 
     def submit(self, key: str, response: str, item: dict[str, Any]) -> None:
@@ -115,9 +110,9 @@ class Scorer(Closeable):
         scored: list[Scored] = []
         while self._landed:
             future = self._landed.popleft()
-            bundle = self._flying.pop(future, None)
-            if bundle is not None:
-                scored.extend(self._settle(future, bundle))
+            jobs = self._flying.pop(future, None)
+            if jobs is not None:
+                scored.extend(self._settle(future, jobs))
         if self._flying and time.monotonic() - self._progress > START_SECONDS + 2 * self._limit:
             self._restart("no answer")
         self._check_loaded()
@@ -178,8 +173,8 @@ class Scorer(Closeable):
                 "libraries and for too little memory.",
             )
         self._stop()
-        for bundle in self._flying.values():
-            self._suspects.extend(bundle.jobs)
+        for jobs in self._flying.values():
+            self._suspects.extend(jobs)
         self._flying.clear()
         self._landed.clear()
         self._start()
@@ -198,7 +193,6 @@ class Scorer(Closeable):
                 size = int(BUNDLE_SECONDS / max(self._seconds_per_job, 1e-6))
                 size = max(1, min(size, share, LARGEST_BUNDLE))
                 jobs = [self._waiting.popleft() for _ in range(size)]
-            bundle = _Bundle(tuple(jobs))
             try:
                 future = self._pool.schedule(
                     judge.judge,
@@ -211,10 +205,10 @@ class Scorer(Closeable):
                 self._restart("a process ended while it had nothing to do")
                 continue
             self._dispatched = now
-            self._flying[future] = bundle
+            self._flying[future] = jobs
             future.add_done_callback(self._landed.append)
 
-    def _settle(self, future: Future[Any], bundle: _Bundle) -> list[Scored]:
+    def _settle(self, future: Future[Any], jobs: list[_Job]) -> list[Scored]:
         self._progress = time.monotonic()
         if future.cancelled():
             failure: BaseException | None = CancelledError()
@@ -224,9 +218,9 @@ class Scorer(Closeable):
             self._restarts = 0
             verdicts, seconds = future.result()
             self.verifier_seconds += seconds
-            per_job = seconds / len(bundle.jobs)
+            per_job = seconds / len(jobs)
             self._seconds_per_job += 0.3 * (per_job - self._seconds_per_job)
-            return _scored(bundle.jobs, verdicts)
+            return _scored(jobs, verdicts)
         if isinstance(failure, TimeoutError):
             code = "verifier_timeout"
             reason = f"the verifier took longer than {self._limit:g} s and was stopped"
@@ -234,18 +228,18 @@ class Scorer(Closeable):
             code = "verifier_died"
             reason = f"the verifier's process ended with {_exit(failure.exitcode)}"
         elif isinstance(failure, (CancelledError, RuntimeError)):
-            self._suspects.extend(bundle.jobs)
+            self._suspects.extend(jobs)
             if not self._pool.active:
                 self._restart(f"{type(failure).__name__}: {failure}")
             return []
         else:
             code = "verifier_raised"
             reason = f"the response could not be handed over: {type(failure).__name__}: {failure}"
-        if len(bundle.jobs) > 1:
-            self._suspects.extend(bundle.jobs)
-            self._seconds_per_job = max(self._seconds_per_job, self._limit / len(bundle.jobs))
+        if len(jobs) > 1:
+            self._suspects.extend(jobs)
+            self._seconds_per_job = max(self._seconds_per_job, self._limit / len(jobs))
             return []
-        return _scored(bundle.jobs, [Verdict(None, code=code, reason=reason)])
+        return _scored(jobs, [Verdict(None, code=code, reason=reason)])
 
 
 def _scored(jobs: Sequence[_Job], verdicts: Sequence[Verdict]) -> list[Scored]:
@@ -259,20 +253,17 @@ def _exit(code: int | None) -> str:
     return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 
 
-# Rewards for the emulated engine, whose responses are noise that no verifier could judge.
-#
-# Invariant: the reward of a trajectory depends on its id alone, so that a second attempt gets the
-# same one; over many trajectories the share of successes is the configured one.
-
-
 class EmulatedScorer:
-    """Stands where a `Scorer` stands when the engine is emulated."""
+    """Rewards for the emulated engine, whose responses no verifier could judge.
+
+    The reward depends on the trajectory's id alone, so a second attempt gets the same one.
+    """
 
     def __init__(self, success_rate: float) -> None:
         self._success_rate = success_rate
         self._scored: list[Scored] = []
         self.verifier_seconds = 0.0
-        """As a `Scorer` says it: nothing is verified here."""
+        """As of a `Scorer`: nothing is verified here."""
 
     @property
     def pending(self) -> int:

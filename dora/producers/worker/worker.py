@@ -39,7 +39,7 @@ class Worker:
     """One rollout worker, without a loop of its own.
 
     Its owner feeds it the records of `positions` (`on_message`), calls `step`, `absorb` and
-    `report` in turn, and `end` or `report_failure` in the end. `writer` may be shared with other
+    `heartbeat` in turn, and `end` or `report_failure` in the end. `writer` may be shared with other
     workers of the same thread; `catch_up` feeds what has arrived while the worker was loading.
     """
 
@@ -136,9 +136,11 @@ class Worker:
         return 0.01 if self._inflight.scoring else 0.05
 
     def step(self) -> None:
-        """The first part of a turn: load what was ordered, and the engine's work. The others are
-        `absorb` and `report`, each after a flush of the writer where `has_results` or `report_due`
-        says so; several workers share the flush."""
+        """The first part of a turn: load what was ordered, and the engine's work.
+
+        `absorb` and `heartbeat` follow, each after a flush of the writer where `has_results` or
+        `heartbeat_due` says so; several workers share the flush.
+        """
         version = self._hosting.next()
         if version is not None:
             self._load(version)
@@ -163,11 +165,11 @@ class Worker:
         self._writer.poll()
 
     @property
-    def report_due(self) -> bool:
+    def heartbeat_due(self) -> bool:
         """Whether it is time for a heartbeat."""
         return self._reporter.due
 
-    def report(self) -> None:
+    def heartbeat(self) -> None:
         """A heartbeat; hands back what stalls before."""
         if not self._paused:
             self._inflight.hand_back_stalled(self._config.rollout.stall_timeout_seconds)
@@ -313,7 +315,7 @@ class Worker:
         self._reporter.metrics["scoring"] = float(self._inflight.scoring)
         self._reporter.metrics["kv_used_share"] = self.engine.memory_used
         self._reporter.metrics.update(self.engine.metrics)
-        self._reporter.send(
+        self._reporter.report_status(
             version=self.engine.version,
             versions=self._hosting.versions,
             loading=self._hosting.loading,

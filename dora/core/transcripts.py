@@ -12,13 +12,6 @@ from dataclasses import dataclass, field
 
 from dora.schemas.records import Chunk, Trajectory, unpack_tokens
 
-# Text of tokens that arrive piece by piece.
-#
-# Invariant: what was returned is final, and all of it together is the text of all tokens: a
-# character whose bytes are spread over several tokens is returned once its last token is there
-# (or the end is). Tokens are decoded with some of those before them, because their text may
-# depend on these (leading spaces, for instance).
-
 REPLACEMENT = "\ufffd"
 """What tokenizers put where bytes are no character, or not yet."""
 CONTEXT_TOKENS = 8
@@ -29,7 +22,17 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Detokenizer:
-    """Text of one token sequence; `decode` gives the text of token ids."""
+    """Text of one token sequence; `decode` gives the text of token ids.
+
+    What was returned is final, and all of it together is the text of all tokens. A character whose
+    bytes are spread over several tokens is returned once its last token, or the end, is there.
+    Tokens are decoded with some of those before them, because their text may depend on these
+    (leading spaces, for instance).
+
+    `tokenizers.decoders.DecodeStream` does not do: it cannot be flushed, so a response that ends
+    inside a character (or with U+FFFD) loses its end; it holds stray bytes back without limit; and
+    it needs a fast tokenizer of that library.
+    """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
@@ -70,7 +73,7 @@ class Detokenizer:
 
 
 FINISHED_KEPT = 10_000
-"""Finished trajectories that are remembered, so that late chunks of theirs are known as such."""
+"""Finished trajectories that are remembered, to ignore their late chunks."""
 _RATE_POINTS = 8
 
 
@@ -78,7 +81,7 @@ _RATE_POINTS = 8
 class Piece:
     """New text of a trajectory: `tokens` tokens from `position` on, which counts generated tokens.
 
-    `rewound` says that text from there on was told before and holds no longer. `last` marks the end
+    `rewound`: text from there on was reported before and is replaced. `last` marks the end
     of the trajectory, with `finish_reason` and, unless its scoring failed, `reward`; `text` may be
     empty then.
     """
@@ -100,7 +103,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Transcript:
-    """A trajectory as far as it was told. Its first `begin` tokens were not there to be told."""
+    """A trajectory as far as it was reported. Its first `begin` tokens were not read."""
 
     trajectory: str
     version: int
@@ -131,8 +134,7 @@ class Transcript:
 class Transcripts:
     """Takes chunks and finished trajectories; `decode` gives the text of token ids.
 
-    Trajectories that are there from their first chunk on are told wholly, others from the first
-    chunk on that was taken.
+    A trajectory is reported from the first chunk on that was read of it.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -146,8 +148,8 @@ class Transcripts:
         """The transcript of a trajectory that is not finished."""
         return self._open.get(trajectory)
 
-    def take(self, record: Chunk | Trajectory) -> list[Piece]:
-        """What this record tells. A finished trajectory is told once its last chunk is there, or
+    def on_record(self, record: Chunk | Trajectory) -> list[Piece]:
+        """New text of this record. The end of a trajectory is reported with its last chunk or
         with the next `settle`."""
         if record.trajectory_id in self._finished:
             return []
@@ -180,27 +182,27 @@ class Transcripts:
             script.points.clear()
         tokens = unpack_tokens(chunk.token_ids).tolist()
         if chunk.position != script.read:
-            return None  # what lies between was not read: the finished trajectory will tell it
+            return None  # what lies between was not read: it comes with the finished trajectory
         script.read += len(tokens)
         script.worker, script.ended = chunk.worker, chunk.last
         script.points.append((chunk.created_ms, script.read))
-        return self._tell(script, chunk.position, tokens, chunk.created_ms)
+        return self._extend(script, chunk.position, tokens, chunk.created_ms)
 
-    def _tell(
+    def _extend(
         self, script: Transcript, position: int, tokens: list[int], created_ms: int
     ) -> Piece | None:
-        """Add tokens at a position, which is not beyond those that were told."""
+        """Add tokens at a position that is not beyond those reported."""
         before = script.begin - position
         if before > 0:
             position, tokens = script.begin, tokens[before:]
-        told = script.tokens[position - script.begin :]
+        reported = script.tokens[position - script.begin :]
         same = 0
-        while same < min(len(told), len(tokens)) and told[same] == tokens[same]:
+        while same < min(len(reported), len(tokens)) and reported[same] == tokens[same]:
             same += 1
         new, position = tokens[same:], position + same
         if not new:
             return None
-        rewound = same < len(told)
+        rewound = same < len(reported)
         if rewound:
             self._rewind(script, position)
         text = script.detokenizer.add(new)
@@ -212,7 +214,7 @@ class Transcripts:
         )  # fmt: skip
 
     def _rewind(self, script: Transcript, position: int) -> None:
-        """Forget what was told from `position` on."""
+        """Forget what was reported from `position` on."""
         del script.tokens[position - script.begin :]
         script.detokenizer = Detokenizer(self._decode)
         script.text = script.detokenizer.add(script.tokens)
@@ -233,7 +235,7 @@ class Transcripts:
         if script is None:
             script = Transcript(identity, record.policy_version, 0, Detokenizer(self._decode))
         script.attempt, script.worker = record.attempt, record.worker
-        piece = self._tell(script, 0, generated, record.created_ms)
+        piece = self._extend(script, 0, generated, record.created_ms)
         rewound = piece is not None and piece.rewound
         position = len(generated) if piece is None else piece.position
         text = "" if piece is None else piece.text

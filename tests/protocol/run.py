@@ -131,7 +131,7 @@ class ModelRun:
             self.coordinators.remove(coordinator)
 
     def stop_if_told(self, worker: ModelWorker) -> None:
-        if worker.told_to_stop:
+        if worker.stop_received:
             worker.stop()
             self.workers.remove(worker)
 
@@ -183,7 +183,7 @@ class ModelRun:
             worker.end_load()
             return
         self.work(worker, reward)
-        if worker.told_to_stop:
+        if worker.stop_received:
             self.stop_if_told(worker)
         else:
             worker.beat()

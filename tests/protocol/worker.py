@@ -49,7 +49,7 @@ class ModelWorker:
     versions: list[int] = field(default_factory=list)  # hosted, if many
     switch: int | None = None
     loading: bool = False
-    told_to_stop: bool = False
+    stop_received: bool = False
     command_offset: int = -1
     attempts: dict[str, Attempt] = field(default_factory=dict)
     unconfirmed: list[str] = field(default_factory=list)
@@ -98,7 +98,7 @@ class ModelWorker:
                 case "switch":
                     self.switch = command.policy_version
                 case "stop":
-                    self.told_to_stop = True
+                    self.stop_received = True
         if self.switch is not None and not self.loading:
             self.begin_load()
 

@@ -170,17 +170,17 @@ def test_whatever_was_taken_over_the_text_is_that_of_the_finished_attempt(
     scripts, listener = Transcripts(of_letters), Listener()
     for index, each in enumerate(chunks):
         if index == place:
-            listener.hear(scripts.take(record))
-        listener.hear(scripts.take(each))
+            listener.hear(scripts.on_record(record))
+        listener.hear(scripts.on_record(each))
     if place == len(chunks):
-        listener.hear(scripts.take(record))
+        listener.hear(scripts.on_record(record))
     listener.hear(scripts.settle(everything=True))
     (end,) = listener.ends
     generated = [t for t, m in zip(_tokens(record), record.mask, strict=True) if m]
     assert listener.text == of_letters(generated)
     assert (end.finish_reason, end.reward, end.attempt) == ("stop", 1.0, record.attempt)
     assert scripts.find("g0/0") is None
-    assert scripts.take(record) == [] and scripts.take(chunks[0]) == []
+    assert scripts.on_record(record) == [] and scripts.on_record(chunks[0]) == []
 
 
 def _tokens(record: Trajectory) -> list[int]:
@@ -191,17 +191,17 @@ def _tokens(record: Trajectory) -> list[int]:
 
 def test_a_repeated_prefix_is_not_told_again() -> None:
     scripts = Transcripts(of_letters)
-    assert [p.text for p in scripts.take(chunk(0, 0, 0, [0, 1, 2]))] == ["abc"]
-    assert scripts.take(chunk(1, 0, 0, [0, 1, 2], resumed_tokens=3)) == []
-    (piece,) = scripts.take(chunk(1, 1, 3, [3]))
+    assert [p.text for p in scripts.on_record(chunk(0, 0, 0, [0, 1, 2]))] == ["abc"]
+    assert scripts.on_record(chunk(1, 0, 0, [0, 1, 2], resumed_tokens=3)) == []
+    (piece,) = scripts.on_record(chunk(1, 1, 3, [3]))
     assert (piece.text, piece.position, piece.attempt, piece.rewound) == ("d", 3, 1, False)
-    assert scripts.take(chunk(0, 1, 3, [4])) == []
+    assert scripts.on_record(chunk(0, 1, 3, [4])) == []
 
 
 def test_a_text_that_went_on_elsewhere_is_told_from_where_it_differs() -> None:
     scripts = Transcripts(of_letters)
-    scripts.take(chunk(0, 0, 0, [0, 1, 2, 3]))
-    (piece,) = scripts.take(chunk(1, 0, 0, [0, 1, 5, 6], resumed_tokens=2))
+    scripts.on_record(chunk(0, 0, 0, [0, 1, 2, 3]))
+    (piece,) = scripts.on_record(chunk(1, 0, 0, [0, 1, 5, 6], resumed_tokens=2))
     assert (piece.text, piece.position, piece.rewound) == ("fg", 2, True)
     script = scripts.find("g0/0")
     assert script is not None and script.text == "abfg" and script.length == 4
@@ -209,21 +209,21 @@ def test_a_text_that_went_on_elsewhere_is_told_from_where_it_differs() -> None:
 
 def test_who_comes_late_hears_the_rest_and_how_fast_it_goes() -> None:
     scripts = Transcripts(of_letters)
-    (piece,) = scripts.take(chunk(0, 4, 20, [0, 1]))
+    (piece,) = scripts.on_record(chunk(0, 4, 20, [0, 1]))
     assert (piece.position, piece.text) == (20, "ab")
-    scripts.take(chunk(0, 5, 22, [2] * 10))
+    scripts.on_record(chunk(0, 5, 22, [2] * 10))
     script = scripts.find("g0/0")
     assert script is not None
     assert (script.length, script.tokens_per_second) == (32, pytest.approx(10.0))
-    (piece,) = scripts.take(chunk(0, 6, 32, [3], last=True))
-    (end,) = scripts.take(finished(0, [9] * 20 + [0, 1] + [2] * 10 + [3]))
+    (piece,) = scripts.on_record(chunk(0, 6, 32, [3], last=True))
+    (end,) = scripts.on_record(finished(0, [9] * 20 + [0, 1] + [2] * 10 + [3]))
     assert (piece.text, end.text, end.position, end.rewound) == ("d", "", 33, False)
 
 
 def test_an_end_waits_for_its_last_chunk_but_not_for_ever() -> None:
     scripts = Transcripts(of_letters)
-    scripts.take(chunk(0, 0, 0, [0]))
-    assert scripts.take(finished(0, [0, 1], reward=None)) == []
+    scripts.on_record(chunk(0, 0, 0, [0]))
+    assert scripts.on_record(finished(0, [0, 1], reward=None)) == []
     assert scripts.settle() == []
     (end,) = scripts.settle()
     assert (end.text, end.position, end.last, end.reward) == ("b", 1, True, None)

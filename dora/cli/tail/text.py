@@ -113,7 +113,7 @@ def follow(
         begun = scripts.find(record.trajectory_id) is not None
         if version not in (None, record.policy_version) and not begun:
             return []
-        return [p for p in scripts.take(record) if p.last or p.text or p.rewound]
+        return [p for p in scripts.on_record(record) if p.last or p.text or p.rewound]
 
     if options.stop_at_end:
         for message in reader.read_to_end(_READ_SECONDS):

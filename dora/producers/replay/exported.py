@@ -96,7 +96,7 @@ class FileRecording(Recorded):
                     hint="--serve takes what `dora export --to parquet` or `--to jsonl` wrote.",
                 )
             for row in rows_of(file, list(_Place.model_fields)):
-                self._files.setdefault(self._take(row, found), {})[file] = None
+                self._files.setdefault(self._add_row(row, found), {})[file] = None
         size = self._config.window.group_size
         for group, samples in found.items():
             if len(samples) > group.group_size:
@@ -107,8 +107,8 @@ class FileRecording(Recorded):
                 )
         return found
 
-    def _take(self, row: FileRow, found: dict[Admission, set[str]]) -> int:
-        """The version of a trajectory that is put among those that were found."""
+    def _add_row(self, row: FileRow, found: dict[Admission, set[str]]) -> int:
+        """Adds a trajectory to those that were found; returns its version."""
         try:
             place = _Place.model_validate(row.fields)
         except ValidationError as error:

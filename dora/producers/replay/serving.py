@@ -106,7 +106,7 @@ class ReplayServer:
         self._written: set[str] = set()  # trajectories
         self._chunks: set[ChunkKey] = set()  # written before this process began
         self._target: int | None = None
-        self._heard_at = self._begun_at = time.monotonic()
+        self._trainer_seen_at = self._begun_at = time.monotonic()
         self._transactions = TransactionalWriter(
             settings,
             f"{self._run}.coordinator",
@@ -139,8 +139,8 @@ class ReplayServer:
         try:
             self._rebuild()
             while outcome is None:
-                self._fold(self._reader.poll(timeout=self._pause()))
-                self._admit()
+                self._on_messages(self._reader.poll(timeout=self._pause()))
+                self._start_groups()
                 self._write_due()
                 if self._next < len(self._recording.admissions):  # while the trainer trains
                     self._recording.records(self._recording.admissions[self._next])
@@ -186,7 +186,7 @@ class ReplayServer:
         )
         # closed before the reader is, also where a record ends the serving
         with closing(cast(_Messages, self._reader.read_to_end(READ_SECONDS))) as messages:
-            self._fold(messages)
+            self._on_messages(messages)
         for admission in self._recording.admissions[: self._next]:
             samples = range(admission.group_size)
             ids = [trajectory_id(admission.group_id, sample) for sample in samples]
@@ -194,33 +194,32 @@ class ReplayServer:
                 self._schedule(admission)
         if self._next:
             log.info("%s goes on: %d groups were served before", self._run, self._next)
-        self._heard_at = time.monotonic()
+        self._trainer_seen_at = time.monotonic()
 
-    def _fold(self, messages: Iterable[Message]) -> None:
+    def _on_messages(self, messages: Iterable[Message]) -> None:
         for message in messages:
             try:
-                self._take(message)
+                self._on_message(message)
             except ValueError as error:
-                place = message.place
-                raise RunError(f"{place} contradicts the log before it: {error}") from error
+                raise RunError(f"{message.place} contradicts the log before it: {error}") from error
 
-    def _take(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         match message.value:
             case RunStarted() as started:
                 self._check_same_kind(started)
                 self._state.start()
             case Step() as step:
-                self._heard_at = time.monotonic()
+                self._trainer_seen_at = time.monotonic()
                 self._state.commit(step)
                 if step.kind == "step":
                     log.info("version %d: %s", step.version_out, self._progress())
             case Admission() as admission:
-                self._found(admission, message)
+                self._on_admission(admission, message)
             case Trajectory() as trajectory:
                 self._written.add(trajectory.trajectory_id)
                 self._state.finish(finished_facts(trajectory, message.partition, message.offset))
             case Status(role="trainer") as status if status.state not in GONE:
-                self._heard_at = time.monotonic()
+                self._trainer_seen_at = time.monotonic()
                 self._target = int(status.metrics.get("steps_target", 0)) or self._target
             case _:
                 pass
@@ -236,7 +235,7 @@ class ReplayServer:
                 hint="Only trainer.* may differ, where the groups of a step stay what they are.",
             )
 
-    def _found(self, admission: Admission, message: Message) -> None:
+    def _on_admission(self, admission: Admission, message: Message) -> None:
         """An admission in the new run's journal: this process's own, or an earlier serving's."""
         if admission.group_id in self._admitted:
             return
@@ -251,14 +250,14 @@ class ReplayServer:
                 hint="Give the run that is fed another name, or delete the one of this name: "
                 f"dora topics delete {self._run} --yes",
             )
-        self._admitted_now(admission)
+        self._record_admission(admission)
 
-    def _admitted_now(self, admission: Admission) -> None:
+    def _record_admission(self, admission: Admission) -> None:
         self._state.admit(admission)
         self._admitted.add(admission.group_id)
         self._next += 1
 
-    def _admit(self) -> None:
+    def _start_groups(self) -> None:
         """Start the next groups that may start now."""
         now = time.time_ns() // 1_000_000
         waiting = self._recording.admissions[self._next :]
@@ -275,7 +274,7 @@ class ReplayServer:
             log.warning("no group started, trying again: %s", error)
             return
         for admission in starting:
-            self._admitted_now(admission)
+            self._record_admission(admission)
             self._schedule(admission)
 
     def _schedule(self, admission: Admission) -> None:
@@ -364,7 +363,7 @@ class ReplayServer:
             return "the recording is used up"
         if newest >= 0 and self._next < len(queue):
             self._check_can_go_on(queue[self._next])
-        silent = time.monotonic() - self._heard_at
+        silent = time.monotonic() - self._trainer_seen_at
         if silent <= self._wait:
             return None
         if used_up:

@@ -71,8 +71,8 @@ def prompts_of(
         there = columns_of(file)
         if there is None:
             continue
-        taker = _Taker(file, there, columns, decode)
-        for row in rows_of(file, taker.needed):
+        maker = _ItemMaker(file, there, columns, decode)
+        for row in rows_of(file, maker.needed):
             made.rows += 1
             reward = _reward(row)
             if row.fields.get("purpose") == "eval" or (
@@ -80,7 +80,7 @@ def prompts_of(
             ):
                 made.unsuited += 1
                 continue
-            item = taker.item(row)
+            item = maker.item(row)
             key = json.dumps(item["prompt"], sort_keys=True)
             value = float("-inf") if reward is None else reward
             at = places.setdefault(key, len(made.items))
@@ -99,7 +99,7 @@ def prompts_of(
     return made
 
 
-class _Taker:
+class _ItemMaker:
     """Makes items of the rows of one file."""
 
     def __init__(

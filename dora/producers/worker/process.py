@@ -152,7 +152,7 @@ class Fleet:
             worker.heartbeat()
         for worker in due:
             self._due_at[worker.name] = now + worker.wait()
-        for worker in [w for w in due if w.told_to_stop]:
+        for worker in [w for w in due if w.stop_received]:
             worker.end()
             del self.workers[worker.name], self._due_at[worker.name]
 

@@ -13,7 +13,6 @@ SEED   ?= 0
 FAULTS ?= 20
 ENGINE ?= emulated
 JOBS   ?= 4
-DIST   := --dist loadgroup --no-loadscope-reorder
 BIN    := .venv/bin
 UV     := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -73,12 +72,12 @@ test: setup .venv/registry .venv/connect
 	sh ops/test-tools.sh
 	@$(BIN)/python -m pytest tests/integration -m vllm -q >.venv/vllm-tests.log 2>&1 & vllm=$$!; \
 	trap 'kill $$vllm 2>/dev/null' INT TERM; code=0; \
-	$(BIN)/python -m pytest tests/unit tests/integration -m "not vllm" -n $(JOBS) $(DIST) || code=$$?; \
+	$(BIN)/python -m pytest tests/unit tests/integration -m "not vllm" -n $(JOBS) || code=$$?; \
 	wait $$vllm || code=$$?; cat .venv/vllm-tests.log; exit $$code
 	$(BIN)/python -m pytest tests/chaos --timeout=600
 
 test-unit: .venv/ready
-	$(BIN)/python -m pytest tests/unit -n 2 $(DIST)
+	$(BIN)/python -m pytest tests/unit -n 2
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +12,18 @@ import pyarrow.dataset as ds
 import pytest
 from click.testing import Result
 
-from dora.bus import BEGINNING, LogReader, cluster_settings
-from dora.config import KafkaSection
+from dora.bus import BEGINNING, LogReader
 from dora.faults import VARIABLE
 from dora.schemas.records import DeadLetter
-from tests.brokers import Cluster
 from tests.small_run import dora
-from tests.written_run import DEADLINE, RunWriter, WrittenRun
+from tests.written_run import DEADLINE, WrittenRun
 
 CLOSED = (0, 1, 2)
 """Of version 3, the last one, groups are outstanding."""
 FORMATS = ("parquet", "jsonl")
 
 
-def write(kafka: Cluster) -> WrittenRun:
-    settings = cluster_settings(KafkaSection(bootstrap_servers=kafka.bootstrap_servers))
-    return RunWriter(settings, f"export-{uuid.uuid4().hex[:8]}", "model").write()
-
-
-@pytest.fixture(scope="module")
-def written(kafka: Cluster) -> WrittenRun:
-    """Do not change it."""
-    return write(kafka)
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def exported(written: WrittenRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """It as Parquet. Do not change it."""
     directory = tmp_path_factory.mktemp("exported") / "rows"

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,10 +17,10 @@ import numpy as np
 import pytest
 
 from dora.bus.reader import BEGINNING, LogReader
-from dora.bus.settings import ClusterSettings
+from dora.bus.settings import ClusterSettings, cluster_settings
 from dora.bus.topics import RunTopics, TopicAdmin, topic_plan
 from dora.bus.writer import LogWriter
-from dora.config import Config
+from dora.config import Config, KafkaSection
 from dora.consumers.trainer.trainer import Trainer
 from dora.core import ring
 from dora.core.state import RunState
@@ -32,6 +33,7 @@ from dora.schemas.records import (
     Trajectory,
 )
 from tests import factories
+from tests.brokers import Cluster
 from tests.integration.test_learner import VOCABULARY, make_model
 
 K, B, G = 1, 2, 2
@@ -45,7 +47,7 @@ def _toml(value: Any) -> str:
     return json.dumps(value)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
 
@@ -138,6 +140,25 @@ def world(settings: ClusterSettings, run_name: str, model: Path, tmp_path: Path)
     for group in world.started:
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def trained(kafka: Cluster, model: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A run of four steps, with checkpoints of versions 2 and 4, for tests that read it; those that
+    remove something of it put it back."""
+    settings = cluster_settings(KafkaSection(bootstrap_servers=kafka.bootstrap_servers))
+    name = f"trained-{uuid.uuid4().hex[:8]}"
+    world = World(settings, name, model, tmp_path_factory.mktemp("trained"))
+    config = world.config(steps=4, checkpoint_every=2)
+    kept = config.weights.model_copy(update={"keep": 8})
+    config = config.model_copy(update={"weights": kept})
+    with TopicAdmin(settings) as admin:
+        admin.create(topic_plan(config))
+    # the first group fails, so that the ledger names one that was not trained
+    with fed(world, rewards=lambda ordinal, sample: float(sample) if ordinal else None):
+        world.train(config)
+    assert any(step.set_aside for step in world.steps())
+    return world
 
 
 def trajectory(

@@ -2,13 +2,16 @@
 groups trained, set aside and outstanding, an evaluation, and records that do not belong there."""
 
 import json
+import uuid
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from dora.bus import ClusterSettings, LogWriter, RunTopics, TopicAdmin, topic_plan
-from dora.config import Config
+from dora.bus import ClusterSettings, LogWriter, RunTopics, TopicAdmin, cluster_settings, topic_plan
+from dora.config import Config, KafkaSection
 from dora.core import ring
 from dora.schemas.records import (
     Admission,
@@ -23,6 +26,7 @@ from dora.schemas.records import (
     pack_tokens,
 )
 from tests import factories
+from tests.brokers import Cluster
 from tests.factories import RING, B, G, K
 from tests.log_writer import DEADLINE, RunLogWriter
 
@@ -236,3 +240,15 @@ def spoil(written: WrittenRun) -> None:
     producer = Producer({"bootstrap.servers": written.settings.bootstrap_servers})
     producer.produce(topics.trajectories, b"no record", partition=0)
     assert producer.flush(DEADLINE) == 0
+
+
+def write(kafka: Cluster, model: str = "model") -> WrittenRun:
+    """A run of its own."""
+    settings = cluster_settings(KafkaSection(bootstrap_servers=kafka.bootstrap_servers))
+    return RunWriter(settings, f"written-{uuid.uuid4().hex[:8]}", model).write()
+
+
+@pytest.fixture(scope="session")
+def written(kafka: Cluster, small_model: Path) -> WrittenRun:
+    """A run whose policy has a tokenizer of single characters; do not change it."""
+    return write(kafka, str(small_model))

@@ -9,9 +9,7 @@ import pytest
 from dora.bus import ClusterSettings, LogWriter, TopicAdmin, topic_plan
 from dora.cli.main import COMMANDS
 from dora.schemas.records import RunStarted
-from tests.small_run import CONFIG, SmallRun, dora, make_model, refused, small, small_model
-
-__all__ = ["small", "small_model"]
+from tests.small_run import CONFIG, SmallRun, dora, make_model, refused
 
 NOWHERE = "127.0.0.1:1"
 

@@ -17,11 +17,9 @@ from tests.factories import B, G, admission, policy, run_started, status
 from tests.factories import trajectory as finished
 from tests.integration import test_cli as status_log
 from tests.integration.test_bad_input import started
-from tests.played_trainer import Cluster, cluster, config
-from tests.small_run import SmallRun, refused, small, small_model
+from tests.played_trainer import Cluster
+from tests.small_run import SmallRun, refused
 from tests.training_world import Feeder, World, trajectory
-
-__all__ = ["cluster", "config", "small", "small_model"]
 
 DEADLINE = 30.0
 

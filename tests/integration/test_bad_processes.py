@@ -13,9 +13,7 @@ from dora.consumers.monitor.monitor import RunMonitor
 from tests.factories import policy, status
 from tests.integration.test_bad_input import started
 from tests.processes import DEADLINE, Process, process, statuses, until
-from tests.small_run import SmallRun, dora, refused, small, small_model
-
-__all__ = ["small", "small_model"]
+from tests.small_run import SmallRun, dora, refused
 
 OUTAGE_SECONDS = 20.0
 

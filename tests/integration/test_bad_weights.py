@@ -14,10 +14,8 @@ from dora.bus import BEGINNING, ClusterSettings, LogReader, LogWriter
 from dora.core.ring import worker_partition
 from dora.schemas.records import Command, Policy, Status, WeightFile
 from tests.needs import small_file_system
-from tests.small_run import SmallRun, refused, small, small_model
+from tests.small_run import SmallRun, refused
 from tests.training_world import World, fed
-
-__all__ = ["small", "small_model"]
 
 DEADLINE = 30.0
 

@@ -11,10 +11,8 @@ from dora.schemas.records import Policy, RunStarted, Step
 from tests.factories import policy
 from tests.integration.test_fencing import world_of
 from tests.processes import process, until
-from tests.small_run import SmallRun, refused, small, small_model
+from tests.small_run import SmallRun, refused
 from tests.training_world import fed
-
-__all__ = ["small", "small_model"]
 
 
 class Abort(Exception):

@@ -18,10 +18,8 @@ from dora.consumers.trainer.trainer import Trainer
 from dora.schemas.records import Status
 from dora.weights import store
 from tests.processes import statuses
-from tests.small_run import SmallRun, refused, small, small_model
+from tests.small_run import SmallRun, refused
 from tests.training_world import World, fed
-
-__all__ = ["small", "small_model"]
 
 SLOW_SECONDS = 3.0
 WEIGHTS_KIB = 17  # what those of the small model take; a checkpoint takes several times as much

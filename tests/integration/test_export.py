@@ -12,18 +12,7 @@ from dora.consumers.export.targets import UNFINISHED as DRAFT
 from dora.log.run_log import RunLog
 from dora.schemas.records import GroupRef, SampleRef, Step, unpack_logprobs, unpack_tokens
 from tests.brokers import Cluster
-from tests.exports import (
-    CLOSED,
-    dead_letters,
-    export,
-    exported,
-    kill,
-    rows,
-    summary,
-    visible,
-    write,
-    written,
-)
+from tests.exports import CLOSED, dead_letters, export, kill, rows, summary, visible
 from tests.factories import status
 from tests.small_run import refused
 from tests.written_run import (
@@ -36,9 +25,8 @@ from tests.written_run import (
     admissions,
     spoil,
     trajectory,
+    write,
 )
-
-__all__ = ["exported", "written"]
 
 
 def test_each_counted_trajectory_of_a_closed_version_is_one_row(

@@ -16,10 +16,9 @@ from pyiceberg.catalog import load_catalog
 from dora.schemas.records import Admission, Trajectory
 from tests import written_run
 from tests.brokers import Cluster
-from tests.small_run import dora, refused, small_model
+from tests.small_run import dora, refused
 from tests.written_run import RunWriter, WrittenRun, spoil
 
-__all__ = ["small_model"]
 EOS = 1
 """The token that ends a text of the small model."""
 CLOSED_ROWS = {0: 4, 1: 5, 2: 6}

@@ -3,16 +3,12 @@
 import re
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 
 import pytest
 
-from dora.bus import cluster_settings
-from dora.config import KafkaSection
-from tests.brokers import Cluster
-from tests.small_run import dora
-from tests.written_run import RunWriter
+from tests.exports import export
+from tests.written_run import WrittenRun
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "export.md"
 QUERIES = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
@@ -20,16 +16,11 @@ SECONDS = 120.0
 
 
 @pytest.fixture(scope="module")
-def directory(kafka: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(written: WrittenRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the page exports, of a small run."""
-    settings = cluster_settings(KafkaSection(bootstrap_servers=kafka.bootstrap_servers))
-    written = RunWriter(settings, f"queries-{uuid.uuid4().hex[:8]}", "model").write()
     made = tmp_path_factory.mktemp("queries")
     for to, name in (("parquet", "trajectories"), ("jsonl", "lines")):
-        result = dora(
-            "export", written.run, "--to", to, str(made / name), "-b", kafka.bootstrap_servers
-        )
-        assert result.exit_code == 0, result.output
+        assert export(written, made / name, to=to).exit_code == 0
     return made
 
 

@@ -11,13 +11,11 @@ from dora.consumers.export.targets import LOCK
 from dora.consumers.export.targets import UNFINISHED as DRAFT
 from dora.core import ring
 from tests.brokers import Cluster
-from tests.exports import CLOSED, FORMATS, export, exported, rows, summary, visible, write, written
+from tests.exports import CLOSED, FORMATS, export, rows, summary, visible
 from tests.integration.test_disk import largest_file
 from tests.needs import small_file_system
 from tests.small_run import refused
-from tests.written_run import WrittenRun
-
-__all__ = ["exported", "written"]
+from tests.written_run import WrittenRun, write
 
 
 def test_versions_that_retention_deleted_are_named_and_the_rest_is_exported(

@@ -16,10 +16,8 @@ from tests.factories import policy, status
 from tests.integration.test_bad_input import started
 from tests.played_trainer import running
 from tests.processes import DEADLINE, Process, process, until
-from tests.small_run import SmallRun, small, small_model
+from tests.small_run import SmallRun
 from tests.training_world import World, fed
-
-__all__ = ["small", "small_model"]
 
 TRANSACTION = ("--set", "kafka.transaction_timeout_seconds=3")
 THAW_SECONDS = 30.0

@@ -1,17 +1,15 @@
 """`dora inspect` over a real Kafka: lists, one trajectory, one group, and bad input."""
 
 import json
-import uuid
-from pathlib import Path
 
 import pytest
 from click.testing import Result
 
-from dora.bus import ClusterSettings, TopicAdmin, cluster_settings, topic_plan
+from dora.bus import ClusterSettings, TopicAdmin, topic_plan
 from dora.cli.inspect.inspect import show_trajectory
 from dora.config import KafkaSection
 from tests.brokers import Cluster
-from tests.small_run import dora, refused, small_model
+from tests.small_run import dora, refused
 from tests.written_run import (
     EVALUATED,
     OUTSTANDING,
@@ -19,26 +17,13 @@ from tests.written_run import (
     SET_ASIDE,
     TAKEN_OVER,
     UNFINISHED,
-    RunWriter,
     WrittenRun,
     config_of,
     logprobs_of,
     response,
     spoil,
+    write,
 )
-
-__all__ = ["small_model"]
-
-
-def write(kafka: Cluster, model: str) -> WrittenRun:
-    settings = cluster_settings(KafkaSection(bootstrap_servers=kafka.bootstrap_servers))
-    return RunWriter(settings, f"inspect-{uuid.uuid4().hex[:8]}", model).write()
-
-
-@pytest.fixture(scope="module")
-def written(kafka: Cluster, small_model: Path) -> WrittenRun:
-    """A run whose policy has a tokenizer of single characters; do not change it."""
-    return write(kafka, str(small_model))
 
 
 def look(written: WrittenRun, *options: str) -> Result:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import uuid
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,40 +10,18 @@ import pytest
 import torch
 from click.testing import Result
 
-from dora.bus import TopicAdmin, cluster_settings, topic_plan
-from dora.config import KafkaSection
 from dora.consumers.inspect.recomputation import PolicyScorer, Recomputation, token_entropies
 from dora.consumers.learner.batches import sample_of
 from dora.consumers.learner.deepspeed_learner import DeepSpeedLearner
 from dora.errors import RunError, WeightsError
 from dora.log.run_log import RunLog
 from dora.schemas.records import Trajectory, VersionRun, unpack_logprobs
-from tests.brokers import Cluster
 from tests.integration.test_learner import config as learner_settings
 from tests.integration.test_lora_learner import settings as lora_settings
 from tests.small_run import VOCABULARY, dora, make_model, refused
-from tests.training_world import World, fed, trajectory
+from tests.training_world import World, trajectory
 
-STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def trained(kafka: Cluster, model: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A run of three steps with a checkpoint of version 2; tests put back what they remove."""
-    settings = cluster_settings(KafkaSection(bootstrap_servers=kafka.bootstrap_servers))
-    name = f"recompute-{uuid.uuid4().hex[:8]}"
-    world = World(settings, name, model, tmp_path_factory.mktemp("runs"))
-    config = world.config(steps=STEPS, checkpoint_every=2)
-    with TopicAdmin(settings) as admin:
-        admin.create(topic_plan(config))
-    with fed(world):
-        world.train(config)
-    return world
+STEPS = 4
 
 
 def look(world: World, *options: str) -> Result:
@@ -139,7 +116,7 @@ def test_weights_that_are_not_stored_any_more_are_redone_from_the_log(
             gone.scores(records[-1:])
         assert "they cannot be redone" in told.value.message
         later = replace(records[0], version_runs=(VersionRun(9, records[0].generated_tokens),))
-        with pytest.raises(RunError, match="has no version 9: it has versions 0 to 3"):
+        with pytest.raises(RunError, match="has no version 9: it has versions 0 to 4"):
             again.scores([later])
     finally:
         for source, target in moved:
@@ -164,7 +141,7 @@ def test_other_starting_weights_are_noted(trained: World, tmp_path: Path) -> Non
     shutil.move(source, tmp_path / "v0")
     try:
         result = look(
-            trained, "--trajectory", "g0/0", "--recompute", "--set", f"policy.model={other}"
+            trained, "--trajectory", "g1/0", "--recompute", "--set", f"policy.model={other}"
         )
     finally:
         shutil.move(tmp_path / "v0", source)
@@ -177,7 +154,7 @@ def test_an_emulated_trainer_has_nothing_to_compare_with(trained: World) -> None
     with pytest.raises(RunError, match="emulated trainer"):
         Recomputation(RunLog(trained.settings, trained.name), config, trained.settings)
     refused(
-        look(trained, "--trajectory", "g0/0", "--recompute", "--set", "trainer.engine=emulated"),
+        look(trained, "--trajectory", "g1/0", "--recompute", "--set", "trainer.engine=emulated"),
         1,
         "emulated trainer",
     )

@@ -15,10 +15,8 @@ from dora.config import KafkaSection
 from dora.errors import ExitCode
 from dora.schemas.records import Step
 from tests.processes import process, until
-from tests.small_run import SmallRun, small_model
+from tests.small_run import SmallRun
 from tests.training_world import World, fed
-
-__all__ = ["small_model"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,30 +1,19 @@
 """What lies in a run's topics, as other tools see it: CloudEvents, and the AsyncAPI document."""
 
-import uuid
 from pathlib import Path
 
-import pytest
 import yaml
 
-from dora.bus.settings import cluster_settings
-from dora.config import KafkaSection
 from dora.schemas.codec import decode
 from dora.schemas.framing import UndecodableRecord
 from dora.schemas.registry import RECORD_NAMES
-from tests.brokers import Cluster
 from tests.cloud_events import event_of
 from tests.raw_log import raw_messages
-from tests.written_run import RunWriter, WrittenRun
+from tests.written_run import WrittenRun
 
 CHANNELS = yaml.safe_load((Path(__file__).parents[2] / "docs" / "asyncapi.yaml").read_text())[
     "channels"
 ]
-
-
-@pytest.fixture(scope="module")
-def written(kafka: Cluster) -> WrittenRun:
-    settings = cluster_settings(KafkaSection(bootstrap_servers=kafka.bootstrap_servers))
-    return RunWriter(settings, f"events-{uuid.uuid4().hex[:8]}", "emulated").write()
 
 
 def test_every_record_is_a_cloud_event_of_a_kind_that_its_topic_is_documented_to_carry(

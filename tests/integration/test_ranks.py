@@ -19,11 +19,9 @@ from dora.errors import ExitCode
 from dora.schemas.records import Policy
 from dora.weights.store import WeightStore
 from dora.weights.tensors import read_tensors
-from tests.small_run import SmallRun, small, small_model
-from tests.training_world import World, fed, model, world
+from tests.small_run import SmallRun
+from tests.training_world import World, fed
 from tests.waiting import until
-
-__all__ = ["model", "small", "small_model", "world"]
 
 ZERO = "{zero_optimization = {stage = 2}}"
 SECONDS = 240.0

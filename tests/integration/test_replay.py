@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from dora.bus import ClusterSettings, LogReader, LogWriter, cluster_settings
+from dora.bus import ClusterSettings, LogReader, LogWriter
 from dora.bus.topics import TopicAdmin, topic_plan
-from dora.config import Config, KafkaSection
+from dora.config import Config
 from dora.consumers.replay.metrics import COMPARED, NOT_COMPARED
 from dora.consumers.replay.plan import make_plan
 from dora.consumers.replay.replay import ReplayReport
@@ -20,30 +20,11 @@ from dora.errors import RunError
 from dora.log.run_log import RunLog
 from dora.log.trained_records import fetch_steps
 from dora.schemas.records import DeadLetter
-from tests.brokers import Cluster
 from tests.small_run import dora, refused
-from tests.training_world import World, fed, model
+from tests.training_world import World
 from tests.written_run import RunWriter, WrittenRun
 
-__all__ = ["model"]
-
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def trained(kafka: Cluster, model: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A run of four steps with checkpoints at versions 2 and 4; do not change it."""
-    settings = cluster_settings(KafkaSection(bootstrap_servers=kafka.bootstrap_servers))
-    directory = tmp_path_factory.mktemp("replayed")
-    world = World(settings, f"replayed-{directory.name[-1]}-{id(directory):x}", model, directory)
-    config = world.config(steps=STEPS, checkpoint_every=2)
-    with TopicAdmin(settings) as admin:
-        admin.create(topic_plan(config))
-    # the first group fails, so that the ledger names one that was not trained
-    with fed(world, rewards=lambda ordinal, sample: float(sample) if ordinal else None):
-        world.train(config)
-    assert any(step.set_aside for step in world.steps())
-    return world
 
 
 @pytest.fixture

@@ -27,9 +27,7 @@ from dora.schemas.records import Admission, Step
 from tests.brokers import Cluster
 from tests.played_trainer import VOCABULARY, worker
 from tests.small_run import dora, refused
-from tests.training_world import World, fed, model
-
-__all__ = ["model"]
+from tests.training_world import World, fed
 
 STEPS = 4
 SECONDS = 120.0

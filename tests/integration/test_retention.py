@@ -25,10 +25,8 @@ from dora.producers.coordinator.takeover import Lost, scan
 from tests import factories
 from tests.integration.test_bad_input import started
 from tests.log_writer import RunLogWriter
-from tests.small_run import SmallRun, refused, small, small_model
+from tests.small_run import SmallRun, refused
 from tests.training_world import trajectory
-
-__all__ = ["small", "small_model"]
 
 K, B, G, RING, STEPS = 1, 2, 2, 3, 4
 WINDOW = Window(K, B)

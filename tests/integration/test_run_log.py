@@ -1,12 +1,10 @@
 """A run's log as people read it: what counts, where it lies, and what is foreign or gone."""
 
 import time
-import uuid
 
 import pytest
 
-from dora.bus import ClusterSettings, LogWriter, TopicAdmin, cluster_settings, topic_plan
-from dora.config import KafkaSection
+from dora.bus import ClusterSettings, LogWriter, TopicAdmin, topic_plan
 from dora.core import ring
 from dora.errors import RunError, TopicError
 from dora.log.run_log import RunLog
@@ -27,12 +25,8 @@ from tests.written_run import (
     config_of,
     response,
     spoil,
+    write,
 )
-
-
-def write(kafka: Cluster) -> WrittenRun:
-    settings = cluster_settings(KafkaSection(bootstrap_servers=kafka.bootstrap_servers))
-    return RunWriter(settings, f"run-log-{uuid.uuid4().hex[:8]}", "model").write()
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,10 @@ from tests.secured_run import (
     Secured,
     damage,
     export_command,
-    secured_run,
     without,
 )
 from tests.small_run import refused
 from tests.waiting import until
-
-__all__ = ["secured_run"]
 
 
 def test_the_run_is_whole(secured_run: Secured) -> None:

@@ -11,10 +11,8 @@ from dora.config import Config
 from dora.schemas.records import Chunk, Command, Status, Trajectory
 from tests.factories import status
 from tests.part_processes import coordinator_process, freeze, thaw, worker_process
-from tests.played_trainer import Cluster, check_log, cluster, coordinate, running, work
-from tests.small_run import SmallRun, dora, small, small_model
-
-__all__ = ["cluster", "small", "small_model"]
+from tests.played_trainer import Cluster, check_log, coordinate, running, work
+from tests.small_run import SmallRun, dora
 
 
 @pytest.fixture

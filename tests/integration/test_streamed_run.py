@@ -5,10 +5,8 @@ import threading
 
 from dora.consumers.trainer.trainer import Trainer
 from dora.schemas.records import Status
-from tests.training_world import K, World, fed, model, world
+from tests.training_world import K, World, fed
 from tests.waiting import until
-
-__all__ = ["model", "world"]
 
 
 def rewards(ordinal: int, sample: int) -> float | None:

@@ -9,9 +9,7 @@ from dora.errors import DeadlineError
 from dora.schemas.records import Policy, RunStarted
 from dora.weights.store import WeightStore
 from dora.weights.tensors import read_tensors, weights_checksum
-from tests.training_world import K, World, fed, model, world
-
-__all__ = ["model", "world"]
+from tests.training_world import K, World, fed
 
 
 def test_steps_are_committed_with_their_policies_and_a_restart_goes_on(world: World) -> None:

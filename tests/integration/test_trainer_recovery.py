@@ -15,9 +15,7 @@ from dora.errors import RunError
 from dora.schemas.records import Policy, Status, Step
 from dora.weights.store import WeightStore
 from tests import factories
-from tests.training_world import K, World, fed, model, world
-
-__all__ = ["model", "world"]
+from tests.training_world import K, World, fed
 
 KILLS = [
     "trainer.weights_stored:kill:1",  # of version 0

@@ -10,6 +10,9 @@ from dora.core.ring import trajectory_id
 from dora.core.window import Candidate
 from dora.schemas.records import Purpose, Trajectory
 
+NO_SIGNAL = "no_signal"
+"""Reason for setting a group aside whose rewards are all equal."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finished:

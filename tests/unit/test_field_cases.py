@@ -5,8 +5,8 @@ Cases that need weights, processes or a disk are tested where these are.
 
 from dataclasses import replace
 
-from dora.consumers.trainer.batch_builder import NO_SIGNAL
 from dora.core.audit.report import AuditReport
+from dora.core.groups import NO_SIGNAL
 from dora.core.scheduling.coordination import Coordination
 from dora.core.scheduling.scheduler import Rules
 from dora.core.window import Window

@@ -371,22 +371,22 @@ def plan_update(
     if not chosen:
         return ShardingPlan(tuple(weights), ((),) * world)
     lengths = [len(sample.token_ids) for sample in samples]
-    shares: list[list[int]] = [[] for _ in range(world)]
+    shards: list[list[int]] = [[] for _ in range(world)]
     loads = [0] * world
     for index in sorted(chosen, key=lambda i: (-lengths[i], i)):
         rank = loads.index(min(loads))
-        shares[rank].append(index)
+        shards[rank].append(index)
         loads[rank] += lengths[index]
     passes = [
         [
-            Pass(tuple(share[i] for i in batch))
-            for batch in pack([lengths[i] for i in share], budget)
+            Pass(tuple(shard[i] for i in batch))
+            for batch in pack([lengths[i] for i in shard], budget)
         ]
-        for share in map(sorted, shares)
+        for shard in map(sorted, shards)
     ]
     most = max(map(len, passes))
-    for share, own in zip(shares, passes, strict=True):
-        shortest = min(share or chosen, key=lambda i: (lengths[i], i))
+    for shard, own in zip(shards, passes, strict=True):
+        shortest = min(shard or chosen, key=lambda i: (lengths[i], i))
         own += [Pass((shortest,), idle=True)] * (most - len(own))
     return ShardingPlan(tuple(weights), tuple(map(tuple, passes)))
 
@@ -419,17 +419,17 @@ def shard_message(
     }
 
 
-def shard_places(share: Mapping[str, Any]) -> list[Place]:
-    """The places that a described share names."""
-    return [(int(partition), int(offset)) for _, partition, offset, _, _ in share["samples"]]
+def shard_places(shard: Mapping[str, Any]) -> list[Place]:
+    """The places that a described shard names."""
+    return [(int(partition), int(offset)) for _, partition, offset, _, _ in shard["samples"]]
 
 
-def shard_from_message(share: Mapping[str, Any], found: Mapping[Place, Trajectory]) -> Shard:
+def shard_from_message(shard: Mapping[str, Any], found: Mapping[Place, Trajectory]) -> Shard:
     """This rank's part, from what rank 0 described and the trajectories at the named places."""
     samples = {
         int(row): sample_of(found[int(partition), int(offset)], float(advantage))
-        for row, partition, offset, advantage, _ in share["samples"]
+        for row, partition, offset, advantage, _ in shard["samples"]
     }
-    weights = {int(row): float(weight) for row, _, _, _, weight in share["samples"]}
-    passes = [Pass(tuple(map(int, rows)), bool(idle)) for rows, idle in share["passes"]]
+    weights = {int(row): float(weight) for row, _, _, _, weight in shard["samples"]}
+    passes = [Pass(tuple(map(int, rows)), bool(idle)) for rows, idle in shard["passes"]]
     return build_shard(passes, samples, weights)

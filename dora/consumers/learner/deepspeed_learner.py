@@ -150,7 +150,7 @@ class DeepSpeedLearner:
         """Train on one step's groups, in this order; returns the step's metrics.
 
         `version` is the current policy version; `places` says where each sample lies in the
-        trajectories topic (needed where there are other ranks, which fetch their shares). The
+        trajectories topic (needed where there are other ranks, which fetch their shards). The
         groups are split into `trainer.updates_per_step` optimizer batches. The mismatch between
         engine and trainer (`logprob_mismatch_*`) is measured on some of the step's samples, each
         under the weights of its own version; if these are kept for none, on `probes`, further
@@ -173,14 +173,14 @@ class DeepSpeedLearner:
         ]
         if self._leader is not None:
             located = [list(chain(*part)) for part in split_groups(places, updates)]
-            shares = [
+            shards = [
                 [
                     shard_message(plan, rank, part, where)
                     for plan, part, where in zip(plans, parts, located, strict=True)
                 ]
                 for rank in range(self.world)
             ]
-            self._leader.order("update", shares, version=version)
+            self._leader.order("update", shards, version=version)
         samples = list(chain(*parts))
         mismatch = Mismatch()
         if self._stage < 3 or self.world == 1:

@@ -391,12 +391,12 @@ class Leader(Ranks):
                 raise error
             link.send({"kind": "welcome", "host": socket.gethostname(), "pid": os.getpid()})
 
-    def order(self, kind: str, shares: Sequence[Any] | None = None, **content: Any) -> None:
-        """Order all others what comes next, each with its own of `shares` (by rank) if given.
+    def order(self, kind: str, shards: Sequence[Any] | None = None, **content: Any) -> None:
+        """Order all others what comes next, each with its own of `shards` (by rank) if given.
         RankError if one of them is lost."""
         self.check()
         for peer, link in self._links.items():
-            own = {} if shares is None else {"share": shares[peer.rank]}
+            own = {} if shards is None else {"shard": shards[peer.rank]}
             link.send({"kind": kind, **content, **own})
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import heapq
 from dataclasses import dataclass
 from typing import Literal
 
-from dora.consumers.trainer.batch_builder import NO_SIGNAL
+from dora.core.groups import NO_SIGNAL
 from dora.core.scheduling.scheduler import RUN_COMPLETE
 from dora.schemas.records import Command, DeadLetter, Record, Status, Step
 

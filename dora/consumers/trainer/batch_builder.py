@@ -15,14 +15,13 @@ from dora.config.trainer import LossSection
 from dora.consumers.learner.batches import Sample, group_samples
 from dora.consumers.learner.learner import Learner
 from dora.consumers.trainer.heartbeat import Heartbeat
-from dora.core.groups import has_signal
+from dora.core.groups import NO_SIGNAL, has_signal
 from dora.core.state import Group, RunState, finished_facts
 from dora.core.streaming import next_group
 from dora.core.window import Blocked, Candidate, pick_batch
 from dora.errors import DeadlineError, RecordError
 from dora.schemas.records import GroupRef, SampleRef, Step, Trajectory, unpack_tokens
 
-NO_SIGNAL = "no_signal"
 _LONGEST_REASON = 500
 
 

@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -63,7 +63,9 @@ class Peer:
 
 
 class Link:
-    """One connection. `timeout` (seconds) bounds sending and the other side's silence."""
+    """The connection to `peer`. `timeout` (seconds) bounds sending and the other side's silence."""
+
+    peer: Peer
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self.timeout = timeout
@@ -130,6 +132,39 @@ class Link:
         """Seconds since anything was received from the other side."""
         return time.monotonic() - self._received_at
 
+    def trouble(self) -> RankError | None:
+        """The error that keeps this rank from going on with the peer, if there is one."""
+        if self.failure is not None:
+            message, hint = self.failure["message"], self.failure.get("hint")
+            error = RankError(f"{self.peer} failed: {message}", hint=hint)
+            error.exit_code = int(self.failure["exit_code"])
+            error.permanent = bool(self.failure["permanent"])
+            return error
+        hint = (
+            "What was committed is safe: start the trainer again, it goes on where the ledger ends."
+        )
+        if self.silent_for > self.timeout and not self.closed:
+            self.hung = True  # and stays so: a rank that is killed for it did not end by itself
+        if self.hung:
+            return RankError(
+                f"{self.peer} has been silent for {self.silent_for:.0f} s "
+                f"(trainer.rank_timeout_seconds = {self.timeout:g}): it hangs, or its machine is "
+                "unreachable",
+                hint=hint,
+            )
+        if self.closed:
+            text = f"{self.peer} ended without a word: it was killed, or crashed"
+            return RankError(text, hint=hint)
+        return None
+
+    def kill_if_hung(self) -> None:
+        """Kill the peer if it hangs on this machine. As long as the connection is open, so is its
+        pid."""
+        here = self.peer.host == socket.gethostname() and self.peer.pid != os.getpid()
+        if self.hung and not self.closed and here:
+            with suppress(ProcessLookupError):  # it may end at this moment
+                os.kill(self.peer.pid, signal.SIGKILL)
+
     def close(self) -> None:
         """Close the connection; the other side sees it at once."""
         self.closed = True
@@ -152,95 +187,13 @@ def failure_of(error: BaseException) -> Message:
     }
 
 
-def trouble(peer: Peer, link: Link) -> RankError | None:
-    """The error that keeps this rank from going on with that one, if there is one."""
-    if link.failure is not None:
-        error = RankError(
-            f"{peer} failed: {link.failure['message']}", hint=link.failure.get("hint")
-        )
-        error.exit_code = int(link.failure["exit_code"])
-        error.permanent = bool(link.failure["permanent"])
-        return error
-    hint = "What was committed is safe: start the trainer again, it goes on where the ledger ends."
-    if link.silent_for > link.timeout and not link.closed:
-        link.hung = True  # and stays so: a rank that is killed for it did not end by itself
-    if link.hung:
-        return RankError(
-            f"{peer} has been silent for {link.silent_for:.0f} s (trainer.rank_timeout_seconds = "
-            f"{link.timeout:g}): it hangs, or its machine is unreachable",
-            hint=hint,
-        )
-    if link.closed:
-        return RankError(f"{peer} ended without a word: it was killed, or crashed", hint=hint)
-    return None
-
-
-def end_silent(peer: Peer, link: Link) -> None:
-    """Kill a rank of this machine that hangs. As long as its connection is open, so is its pid."""
-    if (
-        link.hung
-        and not link.closed
-        and peer.host == socket.gethostname()
-        and peer.pid != os.getpid()
-    ):
-        with suppress(ProcessLookupError):  # it may end this very moment
-            os.kill(peer.pid, signal.SIGKILL)
-
-
-class Watch:
-    """Sends beats to all peers, and ends this process `grace` seconds after one of them is lost.
-
-    Usually the main thread notices by itself, reports it and ends in order. A collective operation
-    whose peer is gone may never return, though; then `end` is called with the error and must end
-    the process.
-    """
-
-    def __init__(
-        self,
-        links: Mapping[Peer, Link],
-        timeout: float,
-        grace: float,
-        end: Callable[[RankError], None],
-    ) -> None:
-        self._links = links
-        self._grace = grace
-        self._end = end
-        self._interval = min(_LONGEST_BEAT, timeout / 5)
-        self._stopped = threading.Event()
-        self._lost_at: float | None = None
-        self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop watching."""
-        self._stopped.set()
-        self._thread.join(self._interval + 1.0)  # a daemon: it holds nothing up
-
-    def _run(self) -> None:
-        while not self._stopped.wait(self._interval):
-            for link in self._links.values():
-                link.send({"kind": "beat"})
-            error = first_trouble(self._links)
-            if error is None:
-                continue
-            for peer, link in self._links.items():
-                end_silent(peer, link)
-            now = time.monotonic()
-            self._lost_at = self._lost_at or now
-            if now - self._lost_at > self._grace:
-                self._end(error)
-
-
-def first_trouble(links: Mapping[Peer, Link]) -> RankError | None:
-    """Trouble with any peer. A peer that reported why it failed comes before those that were lost
-    with it."""
-    errors = [(link, trouble(peer, link)) for peer, link in links.items()]
-    found = [(link.failure is None, error) for link, error in errors if error is not None]
-    return min(found, key=lambda each: each[0])[1] if found else None
-
-
 class Ranks:
-    """The other ranks, as one of them sees them."""
+    """The other ranks, as one of them sees them.
+
+    A thread sends beats to them, and ends this process GRACE_SECONDS after one of them is lost.
+    Usually the main thread notices by itself, reports it and ends in order; but a collective
+    operation whose peer is gone may never return.
+    """
 
     def __init__(
         self, config: Config, store: "torch.distributed.Store", rank: int, world: int
@@ -248,11 +201,32 @@ class Ranks:
         self.rank, self.world = rank, world
         self.timeout = config.trainer.rank_timeout_seconds
         self.store = store
-        self._links: dict[Peer, Link] = {}
-        self._watch: Watch
+        self._links: list[Link] = []
+        self._interval = min(_LONGEST_BEAT, self.timeout / 5)
+        self._stopped = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
 
-    def _start_watch(self) -> None:
-        self._watch = Watch(self._links, self.timeout, GRACE_SECONDS, _end)
+    def _watch(self) -> None:
+        lost_at: float | None = None
+        while not self._stopped.wait(self._interval):
+            for link in self._links:
+                link.send({"kind": "beat"})
+            error = self._trouble()
+            if error is None:
+                continue
+            for link in self._links:
+                link.kill_if_hung()
+            lost_at = lost_at or time.monotonic()
+            if time.monotonic() - lost_at > GRACE_SECONDS:
+                print(f"error: {error.message}", file=sys.stderr, flush=True)  # noqa: T201
+                os._exit(error.exit_code)
+
+    def _trouble(self) -> RankError | None:
+        """Trouble with any peer. One that reported why it failed comes before those that were lost
+        with it."""
+        found = [(link.failure is None, link.trouble()) for link in self._links]
+        errors = [(late, error) for late, error in found if error is not None]
+        return min(errors, key=lambda each: each[0])[1] if errors else None
 
     def check(self, seconds: float = 0.0) -> None:
         """RankError if another rank is lost, or turns out to be lost in the next `seconds`."""
@@ -264,23 +238,24 @@ class Ranks:
 
     def _raise_trouble(self, seconds: float, cause: BaseException | None) -> None:
         until = time.monotonic() + seconds
-        while (trouble := first_trouble(self._links)) is None and time.monotonic() < until:
+        while (trouble := self._trouble()) is None and time.monotonic() < until:
             time.sleep(0.05)
         if trouble is not None:
             raise trouble from cause
 
     def send_failure(self, error: BaseException) -> None:
         """Send the error that ends this process to the others."""
-        for link in self._links.values():
+        for link in self._links:
             link.send(failure_of(error))
 
     def close(self) -> None:
         """Leave the others."""
-        self._watch.stop()
-        for peer, link in self._links.items():
-            end_silent(peer, link)
+        self._stopped.set()
+        self._watcher.join(self._interval + 1.0)  # a daemon: it holds nothing up
+        for link in self._links:
+            link.kill_if_hung()
         self._wait_for_end()
-        for link in self._links.values():
+        for link in self._links:
             link.close()
 
     def _wait_for_end(self) -> None:
@@ -337,12 +312,6 @@ def _digest(config: Config) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _end(error: RankError) -> None:
-    """End this process from a thread, while its main thread is stuck."""
-    print(f"error: {error.message}", file=sys.stderr, flush=True)  # noqa: T201
-    os._exit(error.exit_code)
-
-
 class Leader(Ranks):
     """Rank 0's side."""
 
@@ -357,14 +326,14 @@ class Leader(Ranks):
             token = secrets.token_hex(16)
             store.set("links", f"{server.getsockname()[1]} {token}")
             self._admit(server, token, _digest(config))
-        self._start_watch()
+        self._watcher.start()
 
     def _admit(self, server: socket.socket, token: str, digest: str) -> None:
         until = time.monotonic() + self.timeout
         server.settimeout(_TURN_SECONDS)
         while len(self._links) < self.world - 1:
             if time.monotonic() > until:
-                joined = {peer.rank for peer in self._links}
+                joined = {link.peer.rank for link in self._links}
                 absent = ", ".join(str(rank) for rank in range(1, self.world) if rank not in joined)
                 raise RankError(
                     f"rank {absent} of {self.world} did not join in {self.timeout:g} s",
@@ -381,7 +350,8 @@ class Leader(Ranks):
                 link.close()
                 continue
             peer = Peer(int(hello["rank"]), self.world, str(hello["host"]), int(hello["pid"]))
-            self._links[peer] = link
+            link.peer = peer
+            self._links.append(link)
             if hello["digest"] != digest:
                 error = RankError(
                     f"{peer} was started with another configuration than rank 0",
@@ -395,20 +365,20 @@ class Leader(Ranks):
         """Order all others what comes next, each with its own of `shards` (by rank) if given.
         RankError if one of them is lost."""
         self.check()
-        for peer, link in self._links.items():
-            own = {} if shards is None else {"shard": shards[peer.rank]}
+        for link in self._links:
+            own = {} if shards is None else {"shard": shards[link.peer.rank]}
             link.send({"kind": kind, **content, **own})
 
     def close(self) -> None:
         """Let the others go; they end by themselves."""
-        for link in self._links.values():
+        for link in self._links:
             link.send({"kind": "stop", "complete": self.complete})
         super().close()
 
     def _wait_for_end(self) -> None:
         until = time.monotonic() + GRACE_SECONDS
         # the store lives in this process: the others go first
-        while time.monotonic() < until and not all(link.closed for link in self._links.values()):
+        while time.monotonic() < until and not all(link.closed for link in self._links):
             time.sleep(0.02)
 
 
@@ -439,9 +409,9 @@ class Member(Ranks):
         if welcome is None or welcome["kind"] == "failed":
             failure = self._link.failure or {"message": "rank 0 did not welcome this rank"}
             raise RankError(str(failure["message"]))
-        leader = Peer(0, world, str(welcome["host"]), int(welcome["pid"]))
-        self._links = {leader: self._link}
-        self._start_watch()
+        self._link.peer = Peer(0, world, str(welcome["host"]), int(welcome["pid"]))
+        self._links.append(self._link)
+        self._watcher.start()
 
     def next_order(self) -> Message:
         """Wait for rank 0's next order, as long as it lives. RankError if it is lost."""

@@ -18,9 +18,9 @@ from typing import Any, Never
 import click
 
 from dora import __version__
+from dora.cli.parent_watch import SUPERVISOR, follow_supervisor
 from dora.errors import DoraError, ExitCode
 
-SUPERVISOR = "DORA_SUPERVISOR"
 RANK_PARENT = "DORA_RANK_PARENT"
 
 
@@ -129,10 +129,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     supervised = SUPERVISOR in os.environ or RANK_PARENT in os.environ
-    if SUPERVISOR in os.environ:
-        from dora.cli.parent_watch import follow_supervisor
-
-        follow_supervisor()
+    follow_supervisor()
     try:
         cli.main(prog_name="dora", obj=supervised)
     except SystemExit as end:

@@ -1,17 +1,14 @@
-"""A child's tie to its supervisor.
+"""A process that `dora run` started ends when `dora run` is gone, however that ended: the kernel
+sends SIGTERM, and if the orderly end takes too long the whole process group is killed."""
 
-Invariant: a process that was started by `dora run` ends when that is gone, however it went: the
-kernel sends SIGTERM, and if the orderly end takes too long the whole process group is killed.
-"""
-
-import ctypes
 import os
 import signal
 import sys
 import threading
 import time
 
-from dora.cli.main import SUPERVISOR
+SUPERVISOR = "DORA_SUPERVISOR"
+"""Environment variable with the process id of the supervisor."""
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 30.0
@@ -25,11 +22,13 @@ def follow_supervisor() -> None:
         return
     supervisor = int(text)
     if sys.platform == "linux":
+        import ctypes
+
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     # It may have gone before the kernel was told.
     if os.getppid() != supervisor:
         raise SystemExit("the supervisor is gone")
-    threading.Thread(target=_watch, args=(supervisor,), name="lifeline", daemon=True).start()
+    threading.Thread(target=_watch, args=(supervisor,), name="parent-watch", daemon=True).start()
 
 
 def _watch(supervisor: int) -> None:

@@ -167,7 +167,7 @@ def _check_ints(bad: Any, names: list[str]) -> None:
                 raise InvalidRecord(f"{name} holds {item}, which does not fit into 32 bits")
 
 
-class _Plan:
+class _Converter:
     """How one dataclass is converted: worked out once, so that records convert in microseconds."""
 
     def __init__(self, cls: type[Any], schema: Mapping[str, Any]) -> None:
@@ -187,8 +187,8 @@ class _Plan:
             for name in names
             if typing.get_origin(hints[name]) is Literal
         )
-        self.records: list[tuple[str, _Plan]] = []
-        self.record_arrays: list[tuple[str, _Plan]] = []
+        self.records: list[tuple[str, _Converter]] = []
+        self.record_arrays: list[tuple[str, _Converter]] = []
         self.arrays: list[str] = []
         self.int_arrays: list[str] = []
         for name in names:
@@ -198,13 +198,13 @@ class _Plan:
         if typing.get_origin(hint) is tuple:
             item = typing.get_args(hint)[0]
             if isinstance(item, type) and hasattr(item, "__dataclass_fields__"):
-                self.record_arrays.append((name, _plan_of(item, avro_type["items"])))
+                self.record_arrays.append((name, _converter_of(item, avro_type["items"])))
             else:
                 self.arrays.append(name)
                 if avro_type["items"] == "int":
                     self.int_arrays.append(name)
         elif isinstance(hint, type) and hasattr(hint, "__dataclass_fields__"):
-            self.records.append((name, _plan_of(hint, avro_type)))
+            self.records.append((name, _converter_of(hint, avro_type)))
         elif isinstance(hint, types.UnionType) and not {type(None), str, int, float} >= set(
             typing.get_args(hint)
         ):
@@ -216,10 +216,10 @@ class _Plan:
             _check_int(datum, self.ints)
         if self.int_arrays:
             _check_ints(datum, self.int_arrays)
-        for name, plan in self.records:
-            datum[name] = plan.to_avro(datum[name])
-        for name, plan in self.record_arrays:
-            datum[name] = [plan.to_avro(item) for item in datum[name]]
+        for name, converter in self.records:
+            datum[name] = converter.to_avro(datum[name])
+        for name, converter in self.record_arrays:
+            datum[name] = [converter.to_avro(item) for item in datum[name]]
         return datum
 
     def from_avro(self, datum: dict[str, Any]) -> Any:
@@ -234,27 +234,27 @@ class _Plan:
                 )
         for name in self.arrays:
             datum[name] = tuple(datum[name])
-        for name, plan in self.records:
-            datum[name] = plan.from_avro(datum[name])
-        for name, plan in self.record_arrays:
-            datum[name] = tuple([plan.from_avro(item) for item in datum[name]])
+        for name, converter in self.records:
+            datum[name] = converter.from_avro(datum[name])
+        for name, converter in self.record_arrays:
+            datum[name] = tuple([converter.from_avro(item) for item in datum[name]])
         return self.cls(**datum)
 
 
-_NESTED: dict[type[Any], _Plan] = {}
+_NESTED: dict[type[Any], _Converter] = {}
 
 
-def _plan_of(cls: type[Any], avro_type: Any) -> _Plan:
+def _converter_of(cls: type[Any], avro_type: Any) -> _Converter:
     # Avro spells a named type out once and refers to it by name from then on.
     if cls not in _NESTED:
-        _NESTED[cls] = _Plan(cls, avro_type)
+        _NESTED[cls] = _Converter(cls, avro_type)
     return _NESTED[cls]
 
 
-_PLANS = {name: _Plan(cls, CURRENT[name].parsed) for name, cls in RECORD_TYPES.items()}
+_CONVERTERS = {name: _Converter(cls, CURRENT[name].parsed) for name, cls in RECORD_TYPES.items()}
 
 _ENCODERS: dict[type[Any], tuple[bytes, dict[str, Any], _ToAvro]] = {
-    cls: (MAGIC + CURRENT[name].fingerprint, CURRENT[name].parsed, _PLANS[name].to_avro)
+    cls: (MAGIC + CURRENT[name].fingerprint, CURRENT[name].parsed, _CONVERTERS[name].to_avro)
     for name, cls in RECORD_TYPES.items()
 }
 
@@ -266,7 +266,7 @@ def reader_of(schema: Schema) -> _Reader:
     """Writer schema, schema to resolve to (None: the same), conversion and name of the record."""
     current = CURRENT[schema.record]
     resolve_to = None if schema.current else current.parsed
-    return schema.parsed, resolve_to, _PLANS[schema.record].from_avro, schema.record
+    return schema.parsed, resolve_to, _CONVERTERS[schema.record].from_avro, schema.record
 
 
 _READERS = {name: reader_of(schema) for name, schema in BY_FINGERPRINT.items()}

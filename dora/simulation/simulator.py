@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from dora.core.scheduling.coordination import Coordination
 from dora.core.scheduling.prefixes import Prefix
+from dora.core.scheduling.records import DecisionRecords
 from dora.schemas.records import Admission, Command, Record, RunStarted, Step, Trajectory
 from dora.simulation.bus import Events, Mailbox
 from dora.simulation.measures import Interval, LogCheck, Tally, TrainedStep, Violations
-from dora.simulation.records import records_of
+from dora.simulation.records import RUN, SAMPLING
 from dora.simulation.scenario import Scenario
 from dora.simulation.trainer import SimulatedTrainer
 from dora.simulation.worker import ChunkLog, SimulatedWorker
@@ -86,6 +87,9 @@ class Simulation:
         self.core = Coordination(scenario.rules, "coordinator")
         self.tally = Tally(scenario.workers <= _TIMELINE_WORKERS)
         self.decisions = 0
+        self._records = DecisionRecords(
+            RUN, scenario.rules.group_size, SAMPLING, lambda: int(self.events.now * 1000)
+        )
         self._check = LogCheck(scenario.rules.window)
         self._written = 0
         self._trajectories = 0
@@ -162,7 +166,7 @@ class Simulation:
         decision = core.decide(now)
         self.decisions += 1
         if decision:
-            records = records_of(decision, self.scenario.rules.group_size, now)
+            records = self._records.of_decision(decision)
             core.committed(decision, records, now)
             self._carry_out(records)
             if decision.plan.switches or decision.moves or decision.evaluations:

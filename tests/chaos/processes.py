@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from dora.cli.main import SUPERVISOR
+from dora.cli.parent_watch import SUPERVISOR
 from dora.errors import DoraError
 from dora.faults import VARIABLE
 from tests.chaos.plan import Fault

@@ -7,8 +7,8 @@ from dora.core.processes import GONE
 from dora.core.ring import trajectory_id
 from dora.core.scheduling.coordination import Coordination
 from dora.core.scheduling.prefixes import Prefix, PrefixCollector
+from dora.core.scheduling.records import DecisionRecords
 from dora.core.scheduling.scheduler import Decision, Rules
-from dora.producers.coordinator.records import RecordMaker
 from dora.schemas.records import Admission, Chunk, Command, Policy, Record, Status, Trajectory
 from tests.protocol.log import (
     CHUNKS,
@@ -35,7 +35,7 @@ STOP_SECONDS = 30.0
 class ModelCoordinator:
     log: SimulatedLog
     rules: Rules
-    maker: RecordMaker
+    maker: DecisionRecords
     lanes: int
     incarnation: str
     compacted: bool  # the topic of statuses

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from dora.config import Config
+from dora.core.scheduling.records import DecisionRecords
 from dora.core.scheduling.scheduler import Rules
 from dora.core.scheduling.schedules import Schedule
 from dora.core.window import Window
-from dora.producers.coordinator.records import RecordMaker
+from dora.schemas.records import Sampling
 from tests.protocol.coordinator import ModelCoordinator
 from tests.protocol.log import RUN, Crash, Fenced, SimulatedLog
 from tests.protocol.trainer import ModelTrainer
@@ -48,17 +48,7 @@ class ModelRun:
             self.window, group, steps, 1.0, HEARTBEAT_TIMEOUT, LOAD_TIMEOUT, MAX_ATTEMPTS,
             2 * evaluations, evaluations, schedule or Schedule(rebalance_seconds=3.0),
         )  # fmt: skip
-        shape = {"max_staleness": staleness, "groups_per_step": batch, "group_size": group}
-        config = Config.model_validate(
-            {
-                "run": {"name": RUN},
-                "policy": {"model": "model"},
-                "task": {"kind": "reasoning-gym", "name": "spell_backward"},
-                "trainer": {"steps": steps},
-                "window": shape,
-            }
-        )
-        self.maker = RecordMaker(config, lambda: 0)
+        self.maker = DecisionRecords(RUN, group, Sampling(1.0, 1.0, 0, 1, ()), lambda: 0)
         self.trainers: list[ModelTrainer] = []
         self.coordinators: list[ModelCoordinator] = []
         self.workers: list[ModelWorker] = []

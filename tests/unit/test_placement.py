@@ -6,7 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora.core.scheduling.pending import PendingAttempt, PendingQueue
-from dora.core.scheduling.placement import Assignment, Plan, Situation, assign, due_evaluations
+from dora.core.scheduling.placement import (
+    Assignment,
+    PlacementPlan,
+    Situation,
+    assign,
+    due_evaluations,
+)
 from dora.core.scheduling.pool import Pool, WorkerView
 
 FEW = settings(max_examples=60, deadline=None)
@@ -46,7 +52,9 @@ def assigned(
     return assign(pool, waiting_of(pending), situation)
 
 
-def make(workers: list[WorkerView], pending: list[PendingAttempt] = [], **given: int) -> Plan:  # noqa: B006
+def make(
+    workers: list[WorkerView], pending: list[PendingAttempt] = [], **given: int
+) -> PlacementPlan:  # noqa: B006
     return assigned(workers, pending, **given).plan  # type: ignore[arg-type]
 
 
@@ -267,7 +275,7 @@ def test_some_homeless_work_gets_a_worker_whenever_one_is_idle(
         assert homeless[0] in {s.version for s in made.switches}
 
 
-def _started(made: Plan, worker: str) -> bool:
+def _started(made: PlacementPlan, worker: str) -> bool:
     return any(s.worker == worker for s in made.starts)
 
 

@@ -14,7 +14,7 @@ from dora.bench.comparison import RunResult, Timeline, compare, limits, timeline
 from dora.bench.plots import check_plot, plot_schedules
 from dora.cli.bench.run import figures_table, spread, staleness, violations
 from dora.cli.bench.workload import (
-    Plan,
+    BenchPlan,
     Workload,
     config_workload,
     load_source,
@@ -139,7 +139,7 @@ class ScheduleBench:
     """Carries out runs and keeps their results."""
 
     workload: Workload
-    plans: list[Plan]
+    plans: list[BenchPlan]
     steps: int
     directory: Path
     overrides: KafkaOverrides
@@ -158,7 +158,7 @@ class ScheduleBench:
             )
             self.chunk_tokens = load_source(source, self.overrides).rollout.chunk_tokens
 
-    def run(self, plan: Plan, repeat: int) -> None:
+    def run(self, plan: BenchPlan, repeat: int) -> None:
         """Run one schedule, measure and audit it, and remove what it left."""
         from dora.bench.measures import measure
         from dora.bus.settings import cluster_settings

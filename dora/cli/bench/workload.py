@@ -105,7 +105,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchPlan:
     """A schedule on a workload: `rollout` of the devices generate, and the steps after the first
     `warmup` are measured."""
 
@@ -179,7 +179,7 @@ def config_workload(
 
 def plans(
     workload: Workload, schedules: Sequence[str], split: str, warmup: int | None, steps: int
-) -> list[Plan]:
+) -> list[BenchPlan]:
     """A plan for each schedule, for runs of which `steps` are measured.
 
     `split` is a number of devices, or `auto`: the best known rollout share of each schedule, or
@@ -187,7 +187,7 @@ def plans(
     Without `warmup` each schedule gets the steps after which its window is full: one for `sync`,
     K + 2 for the others. UsageError for what is no schedule and for what can never run.
     """
-    found: list[Plan] = []
+    found: list[BenchPlan] = []
     for text in schedules:
         try:
             variant = schedule_variant(text)
@@ -201,7 +201,7 @@ def plans(
 
 def _plan(
     workload: Workload, variant: ScheduleVariant, split: str, warmup: int | None, steps: int
-) -> Plan:
+) -> BenchPlan:
     if warmup is None:
         warmup = 1 if variant.kind == "sync" else variant.max_staleness + 2
     preset = workload.preset
@@ -237,7 +237,7 @@ def _plan(
         publish_seconds=preset.publish_seconds,
         load_seconds=preset.load_seconds,
     )
-    return Plan(variant, rollout, warmup, sets, emulation)
+    return BenchPlan(variant, rollout, warmup, sets, emulation)
 
 
 def _rollout(preset: Preset, variant: ScheduleVariant, split: str) -> int:
@@ -256,7 +256,7 @@ def _rollout(preset: Preset, variant: ScheduleVariant, split: str) -> int:
 
 
 def run_source(
-    workload: Workload, plan: Plan, name: str, directory: Path, broker_directory: Path
+    workload: Workload, plan: BenchPlan, name: str, directory: Path, broker_directory: Path
 ) -> ConfigSource:
     """The configuration of one run of a plan, as its processes load it."""
     own = (f"run.name={name}", f"run.directory={directory.absolute()}")

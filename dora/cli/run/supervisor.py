@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
-from dora.cli.main import SUPERVISOR
+from dora.cli.parent_watch import SUPERVISOR
 from dora.errors import DoraError, ExitCode
 
 _BACKOFF_SECONDS = 1.0

@@ -17,7 +17,7 @@ from dora.core.processes import GONE
 from dora.core.ring import eval_group_id, parse_trajectory_id, trajectory_id
 from dora.core.scheduling.estimates import History, PromptOf
 from dora.core.scheduling.pending import PendingAttempt, PendingQueue
-from dora.core.scheduling.placement import Admit, Plan, due_evaluations
+from dora.core.scheduling.placement import Admit, PlacementPlan, due_evaluations
 from dora.core.scheduling.prefixes import Prefix
 from dora.core.scheduling.scheduler import RUN_COMPLETE, Decision, Rules, Scheduler, Yield
 from dora.core.scheduling.workers import WorkerRegistry, parse_lease_name
@@ -213,7 +213,7 @@ class Coordination:
         if complete and not (zombies or yields or evaluations):
             stops = self._stops()
             self._end_alone(now)
-        decided = Plan()
+        decided = PlacementPlan()
         moves: list[Yield] = []
         pauses: list[Status] = []
         if not stops:

@@ -51,7 +51,7 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlacementPlan:
     """Decisions in the order in which they take effect: admissions come before their starts."""
 
     admissions: tuple[Admit, ...] = ()
@@ -105,7 +105,7 @@ class Situation:
 class Assignment:
     """A plan, and the versions that have work and will find no worker by it."""
 
-    plan: Plan
+    plan: PlacementPlan
     homeless: list[int]
 
 
@@ -141,7 +141,9 @@ class _Planner:
         waits = left.get(self.it.newest, 0)
         if not waits or waits < self.it.ahead:
             self.admit(waits)
-        plan = Plan(tuple(self.admissions), tuple(self.starts), tuple(self.switches.values()))
+        plan = PlacementPlan(
+            tuple(self.admissions), tuple(self.starts), tuple(self.switches.values())
+        )
         return Assignment(plan, homeless)
 
     def undo(self) -> None:

@@ -10,7 +10,7 @@ from heapq import nlargest
 
 from dora.core.filling import fillable, oldest_filled
 from dora.core.scheduling.pending import PendingAttempt, PendingQueue
-from dora.core.scheduling.placement import Admit, Plan, Situation, Switch, assign
+from dora.core.scheduling.placement import Admit, PlacementPlan, Situation, Switch, assign
 from dora.core.scheduling.rebalancing import Rebalancing
 from dora.core.scheduling.schedules import Pauses, Schedule
 from dora.core.scheduling.workers import WorkerRegistry
@@ -61,7 +61,7 @@ class Decision:
     """
 
     evaluations: tuple[Admit, ...] = ()
-    plan: Plan = field(default_factory=Plan)
+    plan: PlacementPlan = field(default_factory=PlacementPlan)
     yields: tuple[Yield, ...] = ()
     moves: tuple[Yield, ...] = ()
     pauses: tuple[Status, ...] = ()
@@ -107,7 +107,7 @@ class Scheduler:
             rules.schedule.rebalance_seconds, rules.schedule.memory_threshold
         )
 
-    def place(self, now: float, *, blocked: bool) -> tuple[Plan, list[Yield]]:
+    def place(self, now: float, *, blocked: bool) -> tuple[PlacementPlan, list[Yield]]:
         """Who generates what; `blocked`: what is about to be placed comes before new groups."""
         schedule, state = self._rules.schedule, self._state
         self._workers.pool.turn_to(state.newest)
@@ -209,7 +209,7 @@ class Scheduler:
             held = nlargest(count, [h for h in held if h[2] == 0 or h[0] <= settled])
         return [Yield(worker.status, identity, n, reason) for _, identity, n in sorted(held)]
 
-    def pause(self, plan: Plan) -> tuple[Plan, list[Status]]:
+    def pause(self, plan: PlacementPlan) -> tuple[PlacementPlan, list[Status]]:
         """Who pauses while a step is trained on the same devices, and who goes on after it."""
         if not self._rules.schedule.pauses:
             return plan, []
@@ -225,7 +225,7 @@ class Scheduler:
             status for status in pauses if status.process not in switching
         ]
 
-    def addressees(self, plan: Plan) -> dict[str, Status]:
+    def addressees(self, plan: PlacementPlan) -> dict[str, Status]:
         names = {start.worker for start in plan.starts}
         names.update(switch.worker for switch in plan.switches)
         workers = ((name, self._workers.worker(name)) for name in names)

@@ -21,16 +21,24 @@ from dora.config import Config
 from dora.core.processes import GONE
 from dora.core.ring import JOURNAL, partition, trajectory_id, worker_partition
 from dora.core.scheduling.coordination import Coordination
+from dora.core.scheduling.records import DecisionRecords
 from dora.core.scheduling.scheduler import Decision, Rules
 from dora.core.scheduling.schedules import Schedule
 from dora.core.window import Window
 from dora.errors import DeadlineError
 from dora.log.status_reporter import StatusReporter
 from dora.producers.coordinator.log_follower import LogFollower
-from dora.producers.coordinator.records import RecordMaker
 from dora.producers.coordinator.takeover import ChunkScanner, Lost
 from dora.producers.tasks.prompts import prompt_identity
-from dora.schemas.records import Admission, Command, ProcessState, Record, Status, Trajectory
+from dora.schemas.records import (
+    Admission,
+    Command,
+    ProcessState,
+    Record,
+    Sampling,
+    Status,
+    Trajectory,
+)
 from dora.telemetry.meter import meter
 from dora.telemetry.tracer import Span, TraceContext, Value, admission_span, trace_of, tracer
 
@@ -110,7 +118,13 @@ class Coordinator:
         self._now_ms = now_ms
         self._run = config.run.name
         self._topics = RunTopics(self._run)
-        self._records = RecordMaker(config, now_ms)
+        rollout = config.rollout
+        self._records = DecisionRecords(
+            self._run,
+            config.window.group_size,
+            Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens, ()),
+            now_ms,
+        )
         self._traces = GroupTraces(sampled=config.traces.endpoint is not None)
         self._writer = LogWriter(settings, client_id="coordinator")
         self._statuses = StatusReporter(

@@ -1,26 +1,29 @@
 """The records in which the coordinator's decisions take effect.
 
-Invariant: a plan's records are in the order in which they hold: admissions before the commands that
-follow from them.
+A decision's records are in the order in which they hold: admissions before the commands that follow
+from them. A coordinator writes them into the log; a simulated one hands them on.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from dora.config import Config
 from dora.core.ring import trajectory_id
 from dora.core.scheduling.pending import PendingAttempt
-from dora.core.scheduling.placement import Plan
+from dora.core.scheduling.placement import PlacementPlan
 from dora.core.scheduling.scheduler import RUN_COMPLETE, Decision, Yield
 from dora.schemas.records import Admission, Command, Purpose, Record, Sampling, Status, Trajectory
 
 
-class RecordMaker:
-    """Makes records of one run; `now_ms` is Unix time in milliseconds."""
+class DecisionRecords:
+    """Makes the records of one run. `sampling` is what a trajectory that is given up names;
+    `now_ms` gives Unix time in milliseconds."""
 
-    def __init__(self, config: Config, now_ms: Callable[[], int]) -> None:
-        self._config = config
-        self._run = config.run.name
+    def __init__(
+        self, run: str, group_size: int, sampling: Sampling, now_ms: Callable[[], int]
+    ) -> None:
+        self._run = run
+        self._group_size = group_size
+        self._sampling = sampling
         self._now_ms = now_ms
 
     def admission(
@@ -100,9 +103,9 @@ class RecordMaker:
             reason=each.reason,
         )
 
-    def of_plan(self, plan: Plan, addressees: Mapping[str, Status]) -> list[Record]:
+    def of_plan(self, plan: PlacementPlan, addressees: Mapping[str, Status]) -> list[Record]:
         """A plan's records; `addressees` are the workers' newest statuses by worker id."""
-        size = self._config.window.group_size
+        size = self._group_size
         return [
             *(
                 self.admission(admit.group_id, admit.ordinal, admit.version, size, "train")
@@ -122,7 +125,6 @@ class RecordMaker:
 
     def given_up(self, work: PendingAttempt) -> Trajectory:
         """Ends a trajectory that no worker survives; its group will be set aside."""
-        rollout = self._config.rollout
         now = self._now_ms()
         return Trajectory(
             run=self._run,
@@ -146,9 +148,7 @@ class RecordMaker:
             text=None,
             worker="coordinator",
             engine="none",
-            sampling=Sampling(
-                rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens, ()
-            ),
+            sampling=self._sampling,
             started_ms=now,
             generated_ms=now,
             created_ms=now,

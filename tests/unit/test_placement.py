@@ -1,6 +1,6 @@
 """Placement: who generates what, under which version."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,9 +53,11 @@ def assigned(
 
 
 def make(
-    workers: list[WorkerView], pending: list[PendingAttempt] = [], **given: int
-) -> PlacementPlan:  # noqa: B006
-    return assigned(workers, pending, **given).plan  # type: ignore[arg-type]
+    workers: list[WorkerView],
+    pending: Sequence[PendingAttempt] = (),
+    **given: int,
+) -> PlacementPlan:
+    return assigned(workers, list(pending), **given).plan  # type: ignore[arg-type]
 
 
 def test_new_groups_go_whole_to_the_least_loaded_worker_of_the_newest_version() -> None:

@@ -106,16 +106,12 @@ def register_in_process(directory: Path) -> None:
     from vllm.model_executor.models import ModelRegistry
 
     known = getattr(ModelRegistry, "models", {})
-    for architecture in _architectures(directory):
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    for architecture in config.get("architectures") or ():
         entry = known.get(architecture)
         load = getattr(entry, "load_model_cls", None)
         if load is not None and hasattr(entry, "module_name"):
             ModelRegistry.register_model(architecture, load())
-
-
-def _architectures(directory: Path) -> list[str]:
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    return [str(name) for name in config.get("architectures") or ()]
 
 
 def pack_tied_heads(model: Any) -> None:
@@ -137,27 +133,6 @@ def pack_tied_heads(model: Any) -> None:
         pack = getattr(getattr(module, "quant_method", None), "process_weights_after_loading", None)
         if tied is not None and tied is not module and pack is not None:
             pack(module)
-
-
-def scoring_parameters() -> Any:
-    """vLLM's parameters for scoring a given sequence."""
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        temperature=1.0,
-        max_tokens=1,
-        prompt_logprobs=0,
-        detokenize=False,
-        ignore_eos=True,
-        seed=0,
-    )
-
-
-def scores_of(output: Any, tokens: Sequence[int]) -> list[float]:
-    """Log-probabilities of `tokens[1:]` in a finished scoring request."""
-    # A position may hold the most likely token too: take the given one.
-    positions = output.prompt_logprobs[1:]
-    return [float(p[t].logprob) for p, t in zip(positions, tokens[1:], strict=True)]
 
 
 def sampling_parameters(request: Request) -> Any:
@@ -275,7 +250,7 @@ class VllmCore(Engine):
         self._llm: Any = None
         self._requests: dict[str, int | None] = {}
         """What runs, with the version that each request names."""
-        self._reported: list[Delta] = []
+        self._pending_deltas: list[Delta] = []
         self._failures = 0
         self._starts = 0
 
@@ -286,11 +261,11 @@ class VllmCore(Engine):
         llm = self._ready()
         reason = refusal(request, self.vocabulary, self.max_model_len)
         if reason is not None:
-            self._reported.append(Delta(name, finish_reason="error", error=reason))
+            self._pending_deltas.append(Delta(name, finish_reason="error", error=reason))
             return
         ended = complete(request)
         if ended is not None:
-            self._reported.append(Delta(name, finish_reason=ended))
+            self._pending_deltas.append(Delta(name, finish_reason=ended))
             return
         try:
             prompt = {"prompt_token_ids": [*request.prompt, *request.prefix]}
@@ -300,7 +275,7 @@ class VllmCore(Engine):
             )
         except Exception as error:  # noqa: BLE001 - what vLLM refuses concerns this request only
             message = f"vLLM refused the request: {type(error).__name__}: {error}"
-            self._reported.append(Delta(name, finish_reason="error", error=message))
+            self._pending_deltas.append(Delta(name, finish_reason="error", error=message))
             return
         self._requests[name] = self.version if request.version is None else request.version
 
@@ -308,7 +283,9 @@ class VllmCore(Engine):
         if request_id in self._requests:
             del self._requests[request_id]
             self._llm.abort_request([request_id])
-        self._reported = [delta for delta in self._reported if delta.request_id != request_id]
+        self._pending_deltas = [
+            delta for delta in self._pending_deltas if delta.request_id != request_id
+        ]
 
     def step(self) -> list[Delta]:
         """One iteration of vLLM.
@@ -325,7 +302,7 @@ class VllmCore(Engine):
             else:
                 self._failures = 0
                 self._on_outputs(outputs)
-        deltas, self._reported = self._reported, []
+        deltas, self._pending_deltas = self._pending_deltas, []
         return deltas
 
     def _on_outputs(self, outputs: Sequence[Any]) -> None:
@@ -342,13 +319,13 @@ class VllmCore(Engine):
                     broken.append(name)
             elif not delta.token_ids:
                 continue
-            self._reported.append(delta)
+            self._pending_deltas.append(delta)
         if broken:
             self._llm.abort_request(broken)
 
     @property
     def running(self) -> int:
-        return len(self._requests) + sum(d.finish_reason is not None for d in self._reported)
+        return len(self._requests) + sum(d.finish_reason is not None for d in self._pending_deltas)
 
     @property
     def memory_used(self) -> float:
@@ -360,7 +337,7 @@ class VllmCore(Engine):
     def close(self) -> None:
         llm, self._llm = self._llm, None
         self._requests.clear()
-        self._reported.clear()
+        self._pending_deltas.clear()
         self.version = None
         if llm is None:
             return
@@ -414,13 +391,19 @@ class VllmCore(Engine):
         """Score a sequence; what other requests get meanwhile is reported by the next `step`."""
         if len(tokens) < 2:
             return []
+        from vllm import SamplingParams
+
         llm = self._ready()
+        parameters = SamplingParams(
+            temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, ignore_eos=True,
+            seed=0,
+        )  # fmt: skip
         try:
             with self._execution():
                 llm.add_request(
                     _SCORE_ID,
                     {"prompt_token_ids": tokens},
-                    scoring_parameters(),
+                    parameters,
                     lora_request=adapter,
                 )
                 while llm.has_unfinished_requests():
@@ -428,7 +411,9 @@ class VllmCore(Engine):
                     self._on_outputs(outputs)
                     for output in outputs:
                         if output.request_id == _SCORE_ID and output.finished:
-                            return scores_of(output, tokens)
+                            # a position may hold the most likely token too: take the given one
+                            scored = zip(output.prompt_logprobs[1:], tokens[1:], strict=True)
+                            return [float(position[token].logprob) for position, token in scored]
         except Exception as error:
             llm.abort_request([_SCORE_ID])
             raise DoraError(
@@ -447,10 +432,12 @@ class VllmCore(Engine):
                 f"{message} ({self._failures} times in a row)",
                 hint="The worker's log holds vLLM's own messages.",
             ) from error
-        reported = self._reported
+        pending = self._pending_deltas
         self._revive()
-        self._reported = reported
-        self._reported += [Delta(name, finish_reason="error", error=message) for name in names]
+        self._pending_deltas = pending
+        self._pending_deltas += [
+            Delta(name, finish_reason="error", error=message) for name in names
+        ]
 
     def _execution(self) -> AbstractContextManager[Any]:
         """Surroundings of whatever runs the model.
@@ -518,7 +505,7 @@ class VllmEngine(VllmCore):
     def restart(self, directory: Path, version: int) -> None:
         """Build a fresh engine; running requests are dropped."""
         self._requests.clear()
-        self._reported.clear()
+        self._pending_deltas.clear()
         self._start(directory, version)
 
     def score(self, token_ids: Sequence[int], version: int | None = None) -> list[float]:

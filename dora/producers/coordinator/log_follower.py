@@ -89,7 +89,7 @@ class LogFollower:
         return version_starts(self._policies.get(version), topic)
 
     def close(self) -> None:
-        """Lets go of the cluster's connections."""
+        """Close the connections to the cluster."""
         self._reader.close()
 
     def _aside(self) -> LogReader:

@@ -56,7 +56,7 @@ class RunTexts:
         self._tokenizer = tokenizer
 
     def prompt(self, token_ids: Sequence[int]) -> str:
-        """Their text, without what the tokenizer puts before every text by itself."""
+        """Their text, without what the tokenizer puts before every text."""
         return prompt_text(self._tokenizer, token_ids)
 
     def response(self, token_ids: Sequence[int]) -> str:

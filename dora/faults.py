@@ -1,8 +1,8 @@
 """Named points at which a process can be made to die or freeze, for tests of recovery.
 
-Invariant: without the environment variable `DORA_FAULT` nothing happens at a point but the call of
-an empty function. With `DORA_FAULT=<point>:<kill|freeze>[:<passage>]` the process sends itself
-SIGKILL or SIGSTOP when it passes that point for the given time, counted from 1 (the default).
+Without the environment variable `DORA_FAULT` a point calls an empty function. With
+`DORA_FAULT=<point>:<kill|freeze>[:<passage>]` the process sends itself SIGKILL or SIGSTOP when it
+passes that point for the given time, counted from 1 (the default).
 """
 
 import os

@@ -1,8 +1,8 @@
 """The local broker's directory: what lies in it, and whether it may be used.
 
-Invariant: nothing is ever written into a directory that is not the broker's own, and no data that a
-broker has served is removed. `broker.json` is the mark of ownership: it is written first, before
-Kafka's own files, and replaced atomically.
+Nothing is ever written into a directory that is not the broker's own, and no data that a broker has
+served is removed. `broker.json` marks ownership: it is written before Kafka's own files, and
+replaced atomically.
 
     broker.json         identity, and the last process (this module)
     broker.lock         held while a broker is being started or stopped

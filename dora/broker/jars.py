@@ -1,8 +1,8 @@
 """What the local broker runs on: a Java, and Apache Kafka's jars.
 
-Invariant: a directory of jars in the cache is complete. Maven writes into a temporary directory
-that is renamed when all is there, under a lock; the directory's name is the hash of the pom that
-it was made from, so another version of Kafka never meets another version's jars.
+A directory of jars in the cache is complete: Maven writes into a temporary directory that is
+renamed when all is there, under a lock. Its name is the hash of the pom that it was made from, so
+versions of Kafka do not mix.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from platformdirs import user_cache_path
 
 from dora.errors import BrokerError
 
@@ -56,11 +57,8 @@ def ops_directory() -> Path:
 
 
 def cache_directory() -> Path:
-    """Per-user cache: `${XDG_CACHE_HOME:-~/.cache}/dora/kafka`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    # The XDG specification: a relative path is invalid and ignored.
-    root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
-    return root / "dora" / "kafka"
+    """Per-user cache: on Linux `${XDG_CACHE_HOME:-~/.cache}/dora/kafka`."""
+    return user_cache_path("dora") / "kafka"
 
 
 def cached_jars() -> Path | None:
@@ -268,5 +266,4 @@ def _download(maven: str, cache: Path, target: Path) -> None:
 def _maven_reason(output: str) -> str:
     lines = [line.strip() for line in _ANSI.sub("", output).splitlines() if line.strip()]
     errors = [line.removeprefix("[ERROR]").strip() for line in lines if line.startswith("[ERROR]")]
-    told = errors or lines
-    return told[0] if told else "it said nothing"
+    return next(iter(errors or lines), "it said nothing")

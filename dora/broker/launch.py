@@ -1,7 +1,7 @@
 """One start of the local broker: ports, configuration, data directory, process, first answer.
 
-Invariant: the process is written down before it is awaited, and a start that fails or is
-interrupted leaves none behind. The data directory is checked before Kafka sees it.
+The process is recorded before it is awaited, and a start that fails or is interrupted leaves no
+process behind. The data directory is checked before Kafka sees it.
 """
 
 import re
@@ -77,7 +77,7 @@ class Launch:
             try:
                 return self._spawn(state)
             except PortInUse:
-                # Somebody took the port between our look and Kafka's.
+                # Another program took the port between the check and Kafka's start.
                 asked_for = port is not None and not port_free(port)
                 if asked_for or attempt == _PORT_ATTEMPTS:
                     raise
@@ -143,8 +143,8 @@ class Launch:
                 hint="Is the disk slow, or the machine overloaded? Try again.",
             ) from error
         if result.returncode != 0:
-            told = "\n".join(result.stdout.strip().splitlines()[-15:])
-            raise BrokerError(f"Kafka could not format {self.place.data}:\n{told}")
+            text = "\n".join(result.stdout.strip().splitlines()[-15:])
+            raise BrokerError(f"Kafka could not format {self.place.data}:\n{text}")
         formatted = replace(state, formatted=True)
         self.place.check_data(formatted)
         self.place.write_state(formatted)
@@ -223,23 +223,23 @@ def await_answer(
         time.sleep(POLL_SECONDS)
     raise BrokerError(
         f"the broker in {place.root} did not answer within {seconds:.0f} s:\n"
-        + "\n".join(_telling(place, log_start)),
+        + "\n".join(_error_lines(place, log_start)),
         hint=f"The whole log is in {place.logs}. After a crash a long log takes long to recover:"
         " give it more time with --deadline.",
     )
 
 
 def _failed(place: BrokerDirectory, state: BrokerState, log_start: int) -> BrokerError:
-    told = _telling(place, log_start)
-    if any("Address already in use" in line for line in told):
+    lines = _error_lines(place, log_start)
+    if any("Address already in use" in line for line in lines):
         return PortInUse(state.port)
     return BrokerError(
-        f"the broker in {place.root} ended while it started:\n" + "\n".join(told),
+        f"the broker in {place.root} ended while it started:\n" + "\n".join(lines),
         hint=f"The whole log is in {place.logs}.",
     )
 
 
-def _telling(place: BrokerDirectory, log_start: int) -> list[str]:
+def _error_lines(place: BrokerDirectory, log_start: int) -> list[str]:
     """The lines since `log_start` that say what went wrong, else the last ones."""
     lines = log_lines(place.kafka_log, log_start)
     errors: list[str] = []

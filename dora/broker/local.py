@@ -1,9 +1,8 @@
-"""The local broker: one Apache Kafka node on this machine, for whoever has no cluster.
+"""The local broker: one Apache Kafka node on this machine, for users without a cluster.
 
-Invariant: at most one broker runs per directory, and every command finds it again. Its process is
-written down before it is awaited, starts and stops hold the directory's lock, and a process is the
-broker only if it has the recorded id and start time and runs Kafka. A stop is a controlled
-shutdown: Kafka writes everything down before it ends.
+At most one broker runs per directory, and every command finds it again: starts and stops hold the
+directory's lock, and a process is the broker only if it has the recorded id and start time and runs
+Kafka. A stop is a controlled shutdown: Kafka flushes everything before it ends.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Processes and ports of this machine, as the local broker needs them.
 
-Invariant: a process counts as the broker only if it has the recorded id and start time and runs
-Kafka, so that no other program is ever signalled; a started broker is nobody's child.
+A process counts as the broker only if it has the recorded id and start time and runs Kafka, so no
+other program is ever signalled.
 """
 
 import socket
@@ -37,15 +37,15 @@ def recorded_process(state: BrokerState | None) -> psutil.Process | None:
         if "kafka.Kafka" not in process.cmdline():
             return None
     except psutil.Error:
-        # It is gone, a zombie, or somebody else's.
+        # It is gone, a zombie, or another user's.
         return None
     return process
 
 
 def detached(command: list[str], console: Path, directory: Path) -> int:
-    """Run `command` in a session of its own, as nobody's child; its process id.
+    """Run `command` in a session of its own, not as a child of this process; its process id.
 
-    The shell between ends at once, so that no zombie stays with a caller that lives on.
+    The shell in between ends at once, so a caller that lives on keeps no zombie.
     """
     script = 'console="$1"; shift; "$@" </dev/null >"$console" 2>&1 & echo $!'
     result = subprocess.run(

@@ -1,6 +1,6 @@
 """Kafka: the only package that imports confluent_kafka.
 
-Invariant: nothing outside sees a librdkafka object or error; failures are `dora.errors`.
+Code outside never sees an object or an error of librdkafka; failures are `dora.errors`.
 """
 
 from dora.bus.offsets import Partition

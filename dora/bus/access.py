@@ -1,9 +1,8 @@
-"""What each role of a run has to be allowed in Kafka, and who asks.
+"""Which rights each role of a run needs in Kafka, and as which principal a client connects.
 
-Invariant: the rights of a role are written down here and nowhere else. `docs/security.md`, the
-script that grants them, the check at a role's start and the tests that show that nothing is missing
-and nothing too much all come from `ROLES`. Every name is literal: a role of one run has no rights
-in another.
+`docs/security.md`, the script that grants the rights, the check at a role's start and the tests
+that show that no right is missing or superfluous all come from `ROLES`. Every name is literal: a
+role of one run has no rights in another.
 
 Operations and resources are Kafka's own (KIP-11, KIP-98). Read, Write, Delete and Alter imply
 Describe.
@@ -43,19 +42,19 @@ class Right:
 
     @property
     def target(self) -> str:
-        """The resource in the words of kafka-acls.sh."""
+        """The resource as options of kafka-acls.sh."""
         option = _OPTIONS.get(self.resource)
         return "--cluster" if option is None else f"{option} {self.name}"
 
     @property
     def options(self) -> str:
-        """The right in the words of kafka-acls.sh."""
+        """The right as options of kafka-acls.sh."""
         return f"--operation {self.operation} {self.target}"
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One operation on resources of one kind, `<run>.` left out of their names, and what for."""
+    """One operation on resources of one kind (names without `<run>.`), and the reason for it."""
 
     operation: Operation
     resource: Resource
@@ -77,7 +76,7 @@ class Role:
     needs: tuple[Need, ...]
 
     def rights(self, run: str) -> list[Right]:
-        """What it must be allowed in `run`, sorted, without what other rights imply."""
+        """The rights it needs in `run`, sorted, without those that others imply."""
         found = {
             Right(need.resource, f"{run}.{name}", need.operation)
             for need in self.needs
@@ -251,11 +250,11 @@ def script(given: Iterable[Grant], bootstrap: str) -> str:
         right = grant.right
         call = (grant.role, grant.principal, right.resource, right.operation)
         calls.setdefault(call, []).append(right.target)
-    spoken = ""
+    section = ""
     for (role, principal, _, operation), targets in calls.items():
-        if role != spoken:
+        if role != section:
             lines.append(f"# {role}: {ROLES[role].who}")
-            spoken = role
+            section = role
         who = f"--allow-principal {shlex.quote(principal)}"
         lines.append(f"acls {who} --operation {operation} {' '.join(targets)}")
     return "\n".join(lines) + "\n"

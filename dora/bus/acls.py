@@ -1,7 +1,7 @@
 """A cluster's ACLs, and whether a process has the rights of its role.
 
-Invariant: a role that lacks a right says so when it starts, with all that it lacks, and not when
-the first incident needs it. Only `grant` changes anything.
+A process that lacks rights fails when it starts, with a list of all that it lacks, not when it
+first needs one. Only `grant` changes anything.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -49,7 +49,7 @@ _ASKING_SECONDS = 10.0
 
 
 class AclAdmin(Admin):
-    """Grants rights, and asks what the own user may do."""
+    """Grants rights, and asks which ones this client's user has."""
 
     def grant(self, grants: Iterable[Grant]) -> None:
         """Allow it from any host; what is allowed already stays. AccessError without the right."""
@@ -62,11 +62,11 @@ class AclAdmin(Admin):
             self._result(future, "granting rights", Right("Cluster", CLUSTER, "Alter"))
 
     def lacking(self, rights: Sequence[Right]) -> list[Right]:
-        """Those of `rights` on topics and groups that this user has not (KIP-430).
+        """Those of `rights` on topics and groups that this user lacks (KIP-430).
 
-        A cluster that does not tell, or cannot for the moment (a new one has no coordinator of
-        groups yet), allows everything as far as this goes, and so does a topic that does not exist.
-        What is asked of a transactional id shows when it is taken over.
+        Where the cluster does not answer this, or cannot for the moment (a new one has no
+        coordinator of groups yet), and for a topic that does not exist, no right counts as missing.
+        A right on a transactional id shows when the id is taken over.
         """
         self.ping()
         topics = sorted({right.name for right in rights if right.resource == "Topic"})
@@ -106,7 +106,7 @@ class AclAdmin(Admin):
 
 
 def check_rights(role: str, run: str, settings: ClusterSettings) -> None:
-    """AccessError that names the principal and every right which it lacks for `role` in `run`."""
+    """AccessError, naming the principal and every missing right, unless it may act as `role`."""
     with AclAdmin(settings) as admin:
         missing = admin.lacking(ROLES[role].rights(run))
     if missing:
@@ -114,7 +114,7 @@ def check_rights(role: str, run: str, settings: ClusterSettings) -> None:
 
 
 def binding(grant: Grant) -> AclBinding:
-    """What Kafka is told to allow."""
+    """The right as an ACL of Kafka."""
     right = grant.right
     return AclBinding(
         _RESOURCES[right.resource],

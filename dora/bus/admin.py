@@ -1,7 +1,4 @@
-"""What every administrator of the cluster shares: the client, its first answer and its errors.
-
-Invariant: every answer has a deadline, and a refusal names who was refused what.
-"""
+"""What all administration of a cluster shares: the client, its first answer and its errors."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -22,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class Admin(Closeable):
-    """A client that administers.
+    """Base of the clients that administer a cluster.
 
     Every method raises BusError if the cluster does not answer within `connect_timeout` seconds or
     refuses.
@@ -68,7 +65,7 @@ class Admin(Closeable):
             ) from exception
 
     def _answer(self, future: "Future[Result]", doing: str) -> Result:
-        """What librdkafka answers in time by itself, unless it is stuck."""
+        """The result; librdkafka keeps its own deadline unless it is stuck."""
         seconds = self._settings.request_timeout + _OVERTIME_SECONDS
         try:
             return future.result(seconds)

@@ -1,8 +1,8 @@
-"""librdkafka's errors in dora's words.
+"""librdkafka's errors as `dora.errors`.
 
-Invariant: every failure that leaves the bus names the cluster's address, what was being done and
-what to do about it. Errors that librdkafka gets over by itself (a broker that is away for a while)
-are remembered for the message of whatever deadline may pass, and are not raised.
+Each names the cluster's address, what was being done and what to do about it. Errors that
+librdkafka retries by itself (a broker that is away for a while) are not raised, but kept for the
+message of a deadline that passes later.
 """
 
 import os

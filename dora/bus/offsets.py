@@ -1,7 +1,7 @@
-"""Where partitions begin and end, as their leaders say.
+"""Where partitions begin and end, as asked of their leaders (never from librdkafka's cache).
 
-Invariant: an answer is the leader's own, never librdkafka's memory of one. Elections and brokers
-that are being found again are ridden out until the deadline; what does not exist is named at once.
+Elections and brokers that are away are retried until the deadline; a topic that does not exist is
+an error at once.
 """
 
 import time

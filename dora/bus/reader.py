@@ -1,10 +1,8 @@
-"""Reading a run's topics by offset.
+"""Reading a run's topics by offset, without a consumer group.
 
-Invariant: what a `LogReader` returns from a partition is the partition's records in order, from the
-assigned offset on, each once, without a gap (but for keys that are not wanted): an offset that is
-gone is an error, a value that cannot be decoded is returned as `Unreadable`. There is no consumer
-group and no rebalancing; whoever needs a place to go on from takes it from `positions()` or from
-the log itself.
+A `LogReader` returns the records of a partition in order, from the assigned offset on, each once,
+without a gap (but for keys that are not wanted): an offset that is gone is an error, a value that
+cannot be decoded is returned as `Unreadable`.
 """
 
 import time
@@ -35,16 +33,10 @@ from dora.schemas.codec import UndecodableCode, UndecodableRecord, decode
 from dora.schemas.framing import RegistryFraming, SchemaAwaited
 from dora.schemas.records import Record
 
-# Records where they lie in the log.
-#
-# Invariant: whatever a producer wrote becomes a `Message`; what is no record becomes one too,
-# with the reason and its bytes. Only dora's own record in a framing that this process cannot read
-# is an error: left unread, a run would be taken for an empty one.
-
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A value that is no record: why (see `UndecodableRecord`), and its bytes."""
+    """A value that cannot be decoded: why (see `UndecodableRecord`), and its bytes."""
 
     code: UndecodableCode
     reason: str
@@ -119,13 +111,13 @@ _IDLE_SECONDS = 0.05
 
 
 class LogReader(Closeable):
-    """Reads assigned partitions from given offsets; see the module's invariant.
+    """Reads assigned partitions from given offsets.
 
-    A broker or schema registry that is away for a while is ridden out: `poll` returns nothing
-    meanwhile, a record whose schema is not known yet waits with those behind it. BusError when it
-    stays away for `request_timeout`, when an assigned offset was deleted, or when the cluster
-    refuses; TopicError when the topic does not exist; ConfigError for a record of dora's in the
-    framing of a schema registry when none is configured. Not for use from several threads. Messages
+    While a broker or schema registry is away for a while, `poll` returns nothing, a record
+    whose schema is not known yet waits with those behind it. BusError when it stays away for
+    `request_timeout`, when an assigned offset was deleted, or when the cluster refuses;
+    TopicError when the topic does not exist; ConfigError for a record of dora's in the framing
+    of a schema registry when none is configured. Not for use from several threads. Messages
     whose key `wanted` denies are passed over without being decoded; positions move past them.
     """
 
@@ -185,7 +177,7 @@ class LogReader(Closeable):
             awaited = False
             while self._fetched and len(messages) < max_messages:
                 try:
-                    message = self._take()
+                    message = self._next_message()
                 except SchemaAwaited:
                     awaited = True
                     break
@@ -267,7 +259,7 @@ class LogReader(Closeable):
                         self._fetched.popleft()  # it may lie behind messages that are kept
                         continue
                     try:
-                        message = self._take()
+                        message = self._next_message()
                     except SchemaAwaited:
                         time.sleep(_IDLE_SECONDS)
                         break
@@ -303,7 +295,7 @@ class LogReader(Closeable):
         return dict(self._positions)
 
     def close(self) -> None:
-        """Let go of the cluster's connections."""
+        """Close the connections."""
         self._consumer.close()
 
     def _fetch(self, count: int, timeout: float) -> None:
@@ -323,7 +315,7 @@ class LogReader(Closeable):
             error = kafka_error(exception)
             raise explain(error, self._settings, "reading", self._failures) from exception
 
-    def _take(self) -> Message | None:
+    def _next_message(self) -> Message | None:
         """The first message fetched, its position noted; None for an event or a key that is not
         wanted.
 

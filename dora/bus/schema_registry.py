@@ -1,10 +1,10 @@
 """The schema registry: ids of dora's schemas for writers, schemas of ids for readers.
 
-Invariant: a process that writes has, before its first record, the id of every record's current
-schema, and the registry checks each of them for FULL_TRANSITIVE compatibility. Ids never change
-their meaning, so each is asked for once: a registry that goes away later stops nobody who knows the
-ids. A record is called unreadable only when the registry answered that its id is none of dora's;
-while it does not answer, the record waits.
+A process that writes has, before its first record, the id of every record's current schema, and
+the registry checks each of them for FULL_TRANSITIVE compatibility. Ids never change their meaning,
+so each is asked for once: a process that knows the ids needs the registry no more. A record is
+unreadable only when the registry answered that its id is not one of dora's; while it does not
+answer, the record waits.
 
 Subjects are the records' full names (`RecordNameStrategy`): several kinds of record share a topic,
 and all runs share the schemas, so that a registry holds nine subjects however many runs there are.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
-from dora.config.registry import RegistrySection
+from dora.config.kafka import RegistrySection
 from dora.errors import ConfigError, RegistryError, RegistryRefusal
 from dora.schemas.framing import RegistryFraming, SchemaAwaited, UndecodableRecord
 from dora.schemas.registry import (
@@ -31,11 +31,6 @@ from dora.schemas.registry import (
     current_text,
     schema_from_text,
 )
-
-# Calls to a schema registry, each with a deadline.
-#
-# Invariant: whatever goes wrong leaves as a `dora.errors` that names the registry and the user,
-# never a secret; an answer that is an error leaves as `Refused`, for the caller to judge.
 
 PAUSE_SECONDS = 0.25
 """Before the registry is asked again."""
@@ -356,7 +351,7 @@ class SchemaRegistry:
         return None if level is None else str(level).upper()
 
     def _find(self, number: int) -> Schema:
-        """See `RegistryFraming`; RegistryError if the registry stayed away."""
+        """For `RegistryFraming`; RegistryError if the registry did not answer."""
         with self._lock:
             if number in self._known:
                 return self._known[number]
@@ -380,10 +375,10 @@ class SchemaRegistry:
             raise error
 
     def _ask(self, number: int, question: _Question) -> None:
-        """In a thread, so that whoever waits for the answer goes on with its work."""
+        """Run in a thread, so that the caller goes on with its work."""
         try:
             question.answer.set_result(self._schema(number))
-        except Exception as error:  # noqa: BLE001 - raised by whoever waits for the answer
+        except Exception as error:  # noqa: BLE001 - raised where the answer is used
             question.until = time.monotonic() + _UNKNOWN_SECONDS
             question.answer.set_exception(error)
 

@@ -1,7 +1,7 @@
 """How clients reach the cluster, and the librdkafka properties that dora sets itself.
 
-Invariant: what the guarantees rest on (idempotence, isolation, offsets kept by dora) cannot be
-changed by a user's properties; everything else can. Secrets never show in a `repr`.
+A user's properties cannot change what the guarantees rest on (idempotence, isolation, offsets kept
+by dora); they can change everything else. Secrets never show in a `repr`.
 """
 
 import logging
@@ -16,8 +16,8 @@ from dora.errors import ConfigError
 Isolation = Literal["read_committed", "read_uncommitted"]
 
 LOGGER = logging.getLogger("dora.kafka")
-"""What librdkafka logs; without a handler of the application it goes nowhere, because whatever
-matters is raised as an error too."""
+"""What librdkafka logs. Without a handler of the application it goes nowhere: what matters is
+raised as an error too."""
 LOGGER.addHandler(logging.NullHandler())
 
 _REPEAT_SECONDS = 30.0

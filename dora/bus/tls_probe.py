@@ -1,9 +1,8 @@
-"""Why a TLS connection does not come about.
+"""Why a TLS connection failed.
 
-Invariant: nothing is decided here. librdkafka has already refused the connection; this asks the
-same address once more with Python's own TLS, under the same properties, to learn which of the
-reasons it was (librdkafka says only that the certificate "could not be verified"). No secret is
-sent: only the handshake is made.
+librdkafka says only that a certificate "could not be verified". After it has refused a connection,
+this makes one handshake with Python's own TLS, under the same properties, to learn the reason. No
+secret is sent.
 """
 
 import os
@@ -82,20 +81,20 @@ def _handshake(
 
 
 def _verification(error: ssl.SSLCertVerificationError, host: str) -> str:
-    told = error.verify_message.rstrip(".")
+    reason = error.verify_message.rstrip(".")
     match error.verify_code:
         case 10:
             return "the broker's certificate has expired"
         case 9:
             return "the broker's certificate is not valid yet: check both clocks"
         case 62 | 64:
-            return f"the broker's certificate is for another host than {host} ({told})"
+            return f"the broker's certificate is for another host than {host} ({reason})"
         case 2 | 18 | 19 | 20 | 21:
             return (
-                f"nobody in ssl.ca.location has signed the broker's certificate ({told}): "
+                f"nobody in ssl.ca.location has signed the broker's certificate ({reason}): "
                 "its certificate authority is unknown here"
             )
-    return f"the broker's certificate cannot be verified: {told}"
+    return f"the broker's certificate cannot be verified: {reason}"
 
 
 def _refused_certificate(properties: Mapping[str, str], reason: str) -> str | None:
@@ -109,8 +108,10 @@ def _refused_certificate(properties: Mapping[str, str], reason: str) -> str | No
         return None  # it was not shown
     if "EXPIRED" in reason or _expired(*own, properties):
         return f"this client's certificate has expired ({own[0]})"
-    told = reason.lower().replace("_", " ")
-    return f"the cluster refuses this client's certificate: who signed it is unknown there ({told})"
+    reason = reason.lower().replace("_", " ")
+    return (
+        f"the cluster refuses this client's certificate: who signed it is unknown there ({reason})"
+    )
 
 
 def _expired(certificate: str, key: str, properties: Mapping[str, str]) -> bool:

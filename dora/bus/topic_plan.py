@@ -1,7 +1,7 @@
 """The shape of a run's topics: names, partitions, configuration.
 
-Invariant: the plan follows from the configuration alone, so that every process of a run agrees on
-where a record belongs.
+The plan follows from the configuration alone, so every process of a run agrees on where a record
+belongs.
 """
 
 import difflib
@@ -59,7 +59,7 @@ class RunTopics:
 
     @property
     def handovers(self) -> str:
-        """What trajectories that move had, for whoever starts them elsewhere; a shortcut past the
+        """Tokens of trajectories that move, for the worker that takes over; a shortcut past the
         chunks, which are the truth."""
         return f"{self.run}.handovers"
 

@@ -1,7 +1,7 @@
 """Creating, checking, describing and deleting the topics of a run.
 
-Invariant: a run's topics are made once, all of them, with a fixed number of partitions; whatever
-uses them later needs no rights on topics. Nothing is deleted unless `delete` is called.
+A run's topics are made once, all of them, with a fixed number of partitions; processes that use
+them need no right to create topics. Nothing is deleted unless `delete` is called.
 """
 
 import time
@@ -268,7 +268,7 @@ class TopicAdmin(Admin):
             error = kafka_error(exception)
             if error.code() == KafkaError.TOPIC_ALREADY_EXISTS:
                 raise TopicError(
-                    f"{name} was created by somebody else at the same time",
+                    f"{name} was created by another process at the same time",
                     hint="look at it with: dora topics describe RUN",
                 ) from exception
             if error.code() in (KafkaError.INVALID_REPLICATION_FACTOR, KafkaError.INVALID_CONFIG):

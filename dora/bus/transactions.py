@@ -1,15 +1,15 @@
-"""Transactions: several records, in several topics, that all count or none does.
+"""Transactions: records in several topics of which all count or none.
 
-Invariant: when the block of `transaction()` is left normally the commit is in the log; when it is
-left by an exception nothing of it is, unless the error says that the outcome is unknown. Only one
+When the block of `transaction()` is left normally the commit is in the log; when it is left by an
+exception none of its records is, unless the error says that the outcome is unknown. Only one
 process at a time writes under a `transactional_id`: the newest one; an older one gets FencedError
 and can change nothing any more (KIP-98).
 
 Kafka itself may leave a transaction unfinished in a partition although it is over: when a broker
 restarts just while its markers are to be written, it takes the partition for deleted and skips it.
-The next commit under the same id would bring those records to life. So whoever takes an id over, or
-aborted, first makes sure that nothing lies between the last stable offset and the end of the
-partitions that the id writes to, and aborts what does (see `_end_unfinished`).
+The next commit under the same id would bring those records to life. So a writer that takes an id
+over, or has aborted, first makes sure that nothing lies between the last stable offset and the end
+of the partitions that the id writes to, and aborts what does (see `_end_unfinished`).
 
 How errors are treated follows librdkafka's rules for transactions: after a fatal error the writer
 is unusable; an abortable one aborts, and the caller starts over from the log; a retriable one is
@@ -91,7 +91,7 @@ class Transaction:
 
 
 class TransactionalWriter(Closeable):
-    """The one writer under `transactional_id`; making it fences whoever held the id before and
+    """The one writer under `transactional_id`; making it fences the process that had the id and
     aborts what that one left open in `partitions`, which are all that the id writes to.
 
     BusError if the cluster does not answer within `connect_timeout`, or refuses. Times in seconds.

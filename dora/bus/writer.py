@@ -1,8 +1,8 @@
 """Writing records.
 
-Invariant: a record that was sent is in the log exactly once and in the order of sending within its
-partition, or the writer says so: after a delivery failed, every further call raises. Deliveries are
-retried through an absent broker for `request_timeout` seconds.
+A record that was sent is in the log exactly once, in the order of sending within its partition;
+after a delivery failed, every further call raises. Deliveries are retried for `request_timeout`
+seconds while a broker is away.
 """
 
 import itertools
@@ -193,7 +193,7 @@ class LogWriter(Closeable):
         self._closed = False
 
     def connect(self) -> None:
-        """Optional: BusError now, rather than after `request_timeout`, if nobody answers."""
+        """Optional: BusError now, not after `request_timeout`, if the cluster does not answer."""
         self._deliveries.connect()
 
     def send(
@@ -235,7 +235,7 @@ class LogWriter(Closeable):
             )
 
     def close(self, deadline: float = _CLOSE_SECONDS) -> None:
-        """Flush and let go of the connections; raises like `flush`."""
+        """Flush and close the connections; raises like `flush`."""
         if self._closed:
             return
         self._closed = True

@@ -23,7 +23,7 @@ def coordinator(config: Config) -> None:
     from dora.bus.topics import TopicAdmin, topic_plan
     from dora.log.continuation import check_recorded
     from dora.producers.coordinator.coordinator import Coordinator
-    from dora.telemetry.start import observed
+    from dora.telemetry import observed
 
     log_to_stderr()
     settings = cluster_settings(config.kafka)

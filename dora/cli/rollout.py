@@ -38,7 +38,7 @@ def rollout(config: Config, worker_id: str | None, workers: int | None) -> None:
     from dora.bus.topics import TopicAdmin, topic_plan
     from dora.log.continuation import check_recorded
     from dora.producers.worker.process import run_workers
-    from dora.telemetry.start import observed
+    from dora.telemetry import observed
 
     log_to_stderr()
     settings = cluster_settings(config.kafka)

@@ -63,7 +63,7 @@ def train(config: Config, fail_incomplete: bool) -> None:
     from dora.consumers.learner.ranks import Member, joined
     from dora.consumers.trainer.trainer import Trainer
     from dora.log.continuation import check_recorded
-    from dora.telemetry.start import observed
+    from dora.telemetry import observed
 
     settings = cluster_settings(config.kafka)
     # Before the trainer takes over from a running one: what is refused must end nothing.

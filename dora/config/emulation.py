@@ -1,6 +1,6 @@
-"""The sections of the configuration for emulated devices: a latency model in place of accelerators.
+"""The sections for emulated devices: a latency model in place of accelerators.
 
-All times are seconds of the emulated device; `time_scale` says how long they take here.
+All times are seconds of the emulated device; `time_scale` alone says how long they take here.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Reading a configuration: TOML file, then environment, then the command line.
+"""Reading a configuration: TOML file, then environment, then the command line; and writing one.
 
-A refusal lists all problems at once, each with its key, where it was set and what was expected.
-Values under `kafka.properties` and `kafka.registry.properties` may be secrets and never appear in
-a message.
+A configuration is checked as a whole: every problem is listed with its key, where it was set and
+what was expected. Values under `kafka.properties` and `kafka.registry.properties` may be secrets
+and never appear in a message.
 """
 
 import difflib
@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from dora.config import Config, KafkaSection
+from dora.config import Config
+from dora.config.kafka import KafkaSection
 from dora.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "DORA_"
@@ -143,6 +145,26 @@ def apply_sets(config: Config, sets: Sequence[str]) -> Config:
     for assignment in sets:
         draft.apply_set(assignment)
     return draft.validate(Config, "the configuration with --set")
+
+
+def to_toml(config: Config) -> str:
+    """What `config` sets, as TOML that `load_config` reads; defaults are left out.
+
+    How Kafka is reached is not written (it may be secret), nor is `home`.
+    """
+    data = config.model_dump(
+        mode="json",
+        exclude_defaults=True,
+        exclude={"home": True, "kafka": {"bootstrap_servers", "properties", "registry"}},
+    )
+    return tomli_w.dumps({name: section for name, section in _set(data).items() if section})
+
+
+def _set(value: Any) -> Any:
+    """`value` without the keys that are None, which TOML cannot express."""
+    if isinstance(value, Mapping):
+        return {name: _set(each) for name, each in value.items() if each is not None}
+    return [_set(each) for each in value] if isinstance(value, list) else value
 
 
 class _Draft:

@@ -1,7 +1,7 @@
-"""The sections of the configuration for metrics, trackers, traces and lineage.
+"""The sections `metrics`, `traces` and `lineage`.
 
-They are no part of a run's identity and may differ between two starts of it. Nothing is served or
-sent unless it is configured; TensorBoard files in the run's directory are always written.
+None of them changes what a run does: all may differ between two starts of the same run. Nothing is
+served or sent unless it is asked for; TensorBoard files in the run's directory are always written.
 """
 
 from typing import Annotated

@@ -1,7 +1,4 @@
-"""The section `[rollout]`: workers, their engine, and the distribution they sample from.
-
-A heartbeat must be several times shorter than the time after which a silent worker counts as lost.
-"""
+"""The section `rollout`: workers, their engine, and the distribution they sample from."""
 
 from typing import Annotated, Any, Literal
 

@@ -1,4 +1,4 @@
-"""The sections of the configuration that shape the training."""
+"""The sections `trainer` and `recovery`: training, its loss and its optimizer."""
 
 from typing import Annotated, Any, Literal
 
@@ -6,17 +6,6 @@ from pydantic import Field
 
 from dora.config.emulation import EmulatedTrainerSection
 from dora.config.section import Positive, Seconds, Section
-
-
-class LoraSection(Section):
-    """Low-rank adaptation (LoRA, arXiv 2106.09685)."""
-
-    rank: Positive = 16
-    """Rank of the adapter."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
-    """Scale of the adapter: its product is multiplied by alpha / rank."""
-    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Names of the linear layers that are adapted; `all-linear` is all but the output head."""
 
 
 class LossSection(Section):
@@ -118,25 +107,6 @@ class RecoverySection(Section):
     tolerance: Annotated[float, Field(ge=0)] = 1e-2
     """Largest difference, relative to the largest weight of a tensor, if the trainer is not
     deterministic."""
-
-
-class WeightsSection(Section):
-    """Where policy versions are stored."""
-
-    store: str | None = None
-    """URL of the weight store (`file:///...`, or anything that fsspec opens); by default the
-    directory `weights` of the run."""
-    keep: Positive = 2
-    """Versions kept beyond those of the window."""
-
-
-class EvaluationSection(Section):
-    """Held-out prompts, sampled as in training."""
-
-    prompts: Annotated[int, Field(ge=0)] = 0
-    """Held-out prompts per evaluation; 0 is none."""
-    every: Annotated[int, Field(ge=0)] = 0
-    """Steps between evaluations; the first and the last version are always evaluated."""
 
 
 def check_streaming(trainer: TrainerSection, dtype: str, colocated: bool) -> None:

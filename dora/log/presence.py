@@ -1,4 +1,4 @@
-"""The processes of a run as their last statuses show them."""
+"""The processes of a run, as their last statuses show them."""
 
 from dataclasses import dataclass, field
 

@@ -1,8 +1,7 @@
-"""The configuration of a run that is over, or of another machine's.
+"""The configuration of a run as its ledger recorded it, for a replay.
 
-Invariant: a replay is computed with the configuration that the ledger recorded, or with one that
-differs from it only in what was asked for; a file that belongs to another run is refused with the
-differences.
+Only what the user asks for may differ from it: a file that belongs to another run is refused with
+the differences.
 """
 
 import json

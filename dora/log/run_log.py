@@ -1,9 +1,9 @@
-"""A run's log as people and reports read it: ledger, admissions, trajectories and chunks by place.
+"""A run's log as commands and reports read it: ledger, admissions, trajectories and chunks.
 
-Invariant: nothing is written, and nothing that cannot be read stops a reader of the rest: foreign
-and damaged records are counted in `unreadable`, and what retention deleted is named in `missing`.
-Trajectories are those that count: the first finished record of each id in its partition, of the
-version and size with which the journal admitted its group.
+Nothing is written. Records that are foreign or damaged do not stop the reading: they are listed in
+`unreadable`, and what retention deleted in `missing`. A trajectory counts if it is the first
+finished record of its id in its partition, of the version and size with which the journal admitted
+its group.
 """
 
 import difflib

@@ -1,18 +1,15 @@
-"""What a run's log says about its schedule: when which device generated which version, and what a
+"""What a run's log says about its schedule: when which worker generated which version, and what a
 step waited for.
 
-Invariant: a fold of the records alone. It depends on no clock but those that wrote the records, and
-nothing of a trajectory's tokens is kept.
+It follows from the records alone, with the time stamps that they hold; no tokens are kept.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from dora.bus.reader import BEGINNING, LogReader
 from dora.bus.settings import ClusterSettings
-from dora.bus.topics import RunTopics, TopicAdmin
+from dora.log.run_log import RunLog
 from dora.schemas.records import Admission, Command, Policy, RunStarted, Status, Step, Trajectory
 
 
@@ -40,7 +37,7 @@ class Ordered:
 
 @dataclass(slots=True)
 class ScheduleLog:
-    """The fold; feed it every record of a run in any interleaving of the topics."""
+    """The schedule; `handle` every record of a run, in any interleaving of the topics."""
 
     steps: list[Step] = field(default_factory=list)
     """Training steps in order, without records that only set groups aside."""
@@ -53,14 +50,14 @@ class ScheduleLog:
     orders: dict[str, dict[int, Ordered]] = field(default_factory=dict)
     """Start commands by trajectory and attempt."""
     switched_ms: dict[tuple[str, int], int] = field(default_factory=dict)
-    """When workers were told to load versions; the first command of each."""
+    """When workers were first commanded to load versions."""
     moved_ms: list[int] = field(default_factory=list)
-    """When trajectories were told to move."""
+    """When trajectories were commanded to move."""
     workers: dict[str, dict[str, float]] = field(default_factory=dict)
     """Last metrics of each rollout worker."""
 
-    def take(self, record: Any) -> None:
-        """Fold one record; whatever says nothing about the schedule is passed over."""
+    def handle(self, record: Any) -> None:
+        """Note what one record says about the schedule."""
         match record:
             case Step(kind="step"):
                 self.steps.append(record)
@@ -120,7 +117,7 @@ def attempt_spans(
     attempts: Mapping[int, Ordered], finished: Generated | Trajectory | None, end_ms: int
 ) -> Iterator[Occupancy]:
     """The occupancies of one trajectory: its start commands by attempt, and how it ended, if it
-    did. See `ScheduleLog.occupancies`."""
+    did."""
     numbers = sorted(attempts)
     for number, following in zip(numbers, [*numbers[1:], None], strict=True):
         order = attempts[number]
@@ -136,23 +133,13 @@ def attempt_spans(
 
 
 def read_schedule_log(settings: ClusterSettings, run: str, deadline: float) -> ScheduleLog:
-    """The log of `run` as of now, without its chunks.
-
-    TopicError if there is no such run, DeadlineError after `deadline` seconds, BusError if the
-    cluster fails. What cannot be decoded is passed over: the audit tells of it.
-    """
-    topics, log = RunTopics(run), ScheduleLog()
-    read = {topics.steps, topics.policies, topics.dispatch, topics.trajectories, topics.workers}
-    with TopicAdmin(settings) as admin:
-        partitions = admin.partitions_of(run)
-    with closing(LogReader(settings, client_id=f"{run}.measures")) as reader:
-        reader.assign(
-            {
-                (name, n): BEGINNING
-                for name in read & set(partitions)
-                for n in range(partitions[name])
-            }
-        )
-        for message in reader.read_to_end(deadline):
-            log.take(message.value)
+    """The log of `run` as of now, without its chunks; raises what `RunLog` raises."""
+    source, log = RunLog(settings, run, deadline=deadline), ScheduleLog()
+    log.handle(source.started)
+    for record in (*source.ledger, *source.policies.values(), *source.admissions.values()):
+        log.handle(record)
+    for placed in source.trajectories():
+        log.handle(placed.record)
+    for record in source.control():
+        log.handle(record)
     return log

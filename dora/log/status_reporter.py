@@ -72,14 +72,14 @@ class StatusReporter:
             run=self._run, process=self.process, role=self._role, incarnation=self.incarnation,
             state=state, created_ms=self._now_ms(), message=message, version=version,
             versions=versions, capacity=capacity, loading=loading, running=running,
-            command_offset=command_offset, metrics={**metrics, **meter().said},
+            command_offset=command_offset, metrics={**metrics, **meter().status_metrics},
             host=socket.gethostname(), pid=os.getpid(),
         )  # fmt: skip
 
     def send(self, status: Status) -> None:
         """Send a status without waiting for its delivery; BusError if Kafka does not take it."""
         self.sent_at = self._clock()
-        meter().heard(status)
+        meter().on_status(status)
         self._writer.send(self._topic, status, key=self.process)
 
     def settle_with_rival(

@@ -1,10 +1,11 @@
-"""The columns of exported trajectories, for what writes and what reads them."""
+"""The table of exported trajectories: its columns, and the directories of its versions."""
 
 from pathlib import Path
 
 import pyarrow as pa
 
 VERSION_PREFIX = "version="
+"""How the directory of a version is named; its number follows."""
 
 
 _TIME = pa.timestamp("us", tz="UTC")
@@ -18,7 +19,7 @@ _VERSION_RUN = pa.struct(
 )
 
 
-_SAMPLING = pa.struct(
+SAMPLING = pa.struct(
     [
         pa.field("temperature", pa.float64(), nullable=False),
         pa.field("top_p", pa.float64(), nullable=False),
@@ -28,13 +29,6 @@ _SAMPLING = pa.struct(
         pa.field("seed", pa.int64()),
     ]
 )
-
-
-def version_of(entry: Path) -> int | None:
-    """The version whose directory `entry` is, or None."""
-    text = entry.name.removeprefix(VERSION_PREFIX)
-    ours = entry.name.startswith(VERSION_PREFIX) and text.isascii() and text.isdecimal()
-    return int(text) if ours and text == str(int(text)) and entry.is_dir() else None
 
 
 SCHEMA = pa.schema(
@@ -64,7 +58,7 @@ SCHEMA = pa.schema(
         pa.field("chunks", pa.int32(), nullable=False),
         pa.field("resumed_tokens", pa.int32(), nullable=False),
         pa.field("version_runs", pa.list_(_VERSION_RUN), nullable=False),
-        pa.field("sampling", _SAMPLING, nullable=False),
+        pa.field("sampling", SAMPLING, nullable=False),
         pa.field("worker", pa.string(), nullable=False),
         pa.field("engine", pa.string(), nullable=False),
         pa.field("started_at", _TIME, nullable=False),
@@ -81,3 +75,10 @@ SCHEMA = pa.schema(
 that the policy generated; the lists of the response have the same length, and `response_mask` tells
 generated tokens from those of tools and environments, whose log-probabilities (nats) are 0.
 """
+
+
+def exported_version(entry: Path) -> int | None:
+    """The version whose directory `entry` is; None if it is not one."""
+    text = entry.name.removeprefix(VERSION_PREFIX)
+    ours = entry.name.startswith(VERSION_PREFIX) and text.isascii() and text.isdecimal()
+    return int(text) if ours and text == str(int(text)) and entry.is_dir() else None

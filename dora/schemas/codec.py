@@ -1,7 +1,7 @@
 """Records to bytes and back: an Avro body behind a prefix that names its schema.
 
-Invariant: `decode(encode(record)) == record`, and any other bytes either decode to a well-formed
-record or raise `UndecodableRecord`, never anything else. The prefix is that of Avro's single-object
+`decode(encode(record)) == record`, and any other bytes either decode to a well-formed record or
+raise `UndecodableRecord`, never anything else. The prefix is that of Avro's single-object
 encoding, or that of Confluent's wire format where a registry's ids are handed in (see
 `dora.schemas.framing`). Single-object values are read either way. Values written with a past schema
 are resolved to the current one.

@@ -1,8 +1,8 @@
 """How a value says which schema its Avro body was written with.
 
-Invariant: the body is the same in both framings, only the prefix differs. Single-object encoding
-(Avro 1.12 specification): `C3 01` and the 8-byte little-endian CRC-64-AVRO fingerprint; whoever
-knows the schema can read it. Confluent's wire format: `00` and a 4-byte big-endian id that a schema
+The body is the same in both framings, only the prefix differs. Single-object encoding (Avro 1.12
+specification): `C3 01` and the 8-byte little-endian CRC-64-AVRO fingerprint of the schema.
+Confluent's wire format: `00` and a 4-byte big-endian id that a schema
 registry gave the schema; readers ask it once per id. Nothing here does any I/O.
 """
 

@@ -1,6 +1,6 @@
 """The records of a run's topics, as typed values.
 
-Invariant: a record that exists is well formed. Arrays of token ids and log-probabilities are kept
+A record that exists is well formed. Arrays of token ids and log-probabilities are kept
 as the bytes that go over the wire (`pack_tokens`, `pack_logprobs` and back); their lengths are
 checked against one another when a record is made, whether by this program or from the log. Field
 meanings stand in the `.avsc` files, which have the same names in the same order.
@@ -323,7 +323,7 @@ ProcessState = Literal["starting", "loading", "ready", "training", "waiting", "f
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A process's own account of itself."""
+    """What a process reports about itself."""
 
     run: str
     process: str

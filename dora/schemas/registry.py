@@ -1,6 +1,6 @@
 """Every Avro schema a dora record was ever written with, found by its fingerprint.
 
-Invariant: a schema that was published stays readable. `avro/<record>.avsc` is what this version
+A schema that was published stays readable. `avro/<record>.avsc` is what this version
 writes; `avro/history/<record>.<n>.avsc` are the schemas of earlier versions, and
 `avro/fingerprints.json` lists the fingerprints of all of them by record. To change a schema, copy
 the current file into `history/` first, change it so that new fields have defaults and none is

@@ -1,6 +1,6 @@
 """Every metric that the processes of a run export: the one table.
 
-Invariant: names follow Prometheus' conventions (`dora_<role>_<what>_<base unit>`, `_total` for what
+Names follow Prometheus' conventions (`dora_<role>_<what>_<base unit>`, `_total` for what
 only counts) and never change their meaning. A metric has at most one label besides `run`, `role`
 and `process`; its values are the closed set given here (anything else counts as `other`) or the
 versions of the window, so the number of series is bounded however long a run is.

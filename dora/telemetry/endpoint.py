@@ -1,8 +1,7 @@
-"""The HTTP endpoint of a process: `/metrics` for Prometheus, `/health` for whoever restarts it, and
-`/ready` for whoever counts those that work.
+"""The HTTP endpoint of a process: `/metrics` for Prometheus, `/health` and `/ready` for Kubernetes.
 
-Invariant: it is served by threads of its own, so it answers while the process is busy or stuck, and
-it ends with the process. A port is taken by one process only; who comes later takes the next one.
+It is served by threads of its own, so it answers while the process is busy or stuck, and it ends
+with the process. Each process takes the first port that is free.
 """
 
 import errno
@@ -11,14 +10,19 @@ import logging
 import re
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from prometheus_client.exposition import choose_encoder
 
 from dora.atomic_write import atomic_write
+from dora.bus.settings import ClusterSettings
+from dora.config import Config
 from dora.errors import ConfigError
 from dora.telemetry.exporter import ExportingMeter
+from dora.telemetry.meter import meter, set_meter
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +76,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A reader that went away is nobody's trouble."""
+        """A reader that went away is no error."""
         log.debug("an answer to %s was not taken", client_address, exc_info=True)
 
 
@@ -101,6 +105,33 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing: scrapes are many."""
+
+
+@contextmanager
+def served_meter(
+    config: Config, role: str, process: str, settings: ClusterSettings | None
+) -> Iterator[None]:
+    """Within the block this process measures, serves its metrics and names its endpoint in a file.
+
+    ConfigError as for `Endpoint`; a file that cannot be written is a warning.
+    """
+    measuring = ExportingMeter(config, role, process, settings)
+    endpoint = Endpoint(measuring, config.metrics.address, config.metrics.port)
+    measuring.port = endpoint.port
+    path = target_file(config.run.directory, config.run.name, process)
+    with ExitStack() as stack:
+        stack.callback(set_meter, meter())
+        stack.callback(measuring.close)
+        stack.callback(endpoint.close)
+        set_meter(measuring)
+        log.info("metrics at http://%s:%d/metrics", endpoint.address, endpoint.port)
+        try:
+            announce(path, measuring, endpoint, config.run.name)
+        except OSError as error:
+            log.warning("%s could not be written: %s", path, error)
+        else:
+            stack.callback(path.unlink, missing_ok=True)
+        yield
 
 
 def target_file(runs: Path, run: str, process: str) -> Path:

@@ -1,8 +1,8 @@
-"""The meter of a process whose metrics are on: what it was told, as Prometheus reads it.
+"""The meter of a process whose metrics are on: what it measures, as Prometheus reads it.
 
-Invariant: whoever reads the registry never waits for the process, and the process never for the
-reader: statuses and gauges are kept as whole values that are replaced, and put together when they
-are read. Series of versions that left the window are gone with the next look at the window.
+A reader of the registry never waits for the process, and the process never for a reader: statuses
+and gauges are kept as whole values that are replaced, and put together when they are read. Series
+of versions that left the window go with the next call of `on_window`.
 """
 
 import time
@@ -89,25 +89,21 @@ class ExportingMeter(Meter, Collector):
                 self._counters[metric.name, value] = counter.labels(*self._common, *given)
 
     @property
-    def said(self) -> dict[str, float]:
+    def status_metrics(self) -> dict[str, float]:
         """The port of the endpoint."""
         return {"metrics_port": float(self.port)} if self.port else {}
 
     def count(self, name: str, by: float = 1.0, value: str = "") -> None:
-        """See `Meter`."""
         metric = self._metrics[name]
         self._counters[name, bounded(metric, value) if metric.label else ""].inc(by)
 
     def observe(self, name: str, amount: float) -> None:
-        """See `Meter`."""
         self._histograms[name].observe(amount)
 
-    def heard(self, status: Status) -> None:
-        """See `Meter`."""
+    def on_status(self, status: Status) -> None:
         self._statuses = {**self._statuses, status.process: (status, self._clock())}
 
-    def stepped(self, step: Step) -> None:
-        """See `Meter`."""
+    def on_step(self, step: Step) -> None:
         for ref in step.set_aside:
             self.count("dora_trainer_groups_set_aside_total", value=ref.reason or OTHER)
         if step.kind != "step":
@@ -125,8 +121,7 @@ class ExportingMeter(Meter, Collector):
             elif amount is not None:
                 self.observe(metric.name, amount)
 
-    def window(self, state: RunState, read: Callable[[], Positions]) -> None:
-        """See `Meter`."""
+    def on_window(self, state: RunState, read: Callable[[], Positions]) -> None:
         now = self._clock()
         if now - self._looked_at < _LOOK_SECONDS or state.newest < 0:
             return
@@ -147,16 +142,14 @@ class ExportingMeter(Meter, Collector):
         if self._lag is not None:
             self._lag.position(read(), live)
 
-    def decided(self, records: Iterable[Record]) -> None:
-        """See `Meter`."""
+    def on_decisions(self, records: Iterable[Record]) -> None:
         for record in records:
             if isinstance(record, Admission):
                 self.count("dora_coordinator_admissions_total", value=record.purpose)
             elif isinstance(record, Command):
                 self.count("dora_coordinator_commands_total", value=record.kind)
 
-    def workers(self, workers: WorkerRegistry, now: float) -> None:
-        """See `Meter`."""
+    def on_workers(self, workers: WorkerRegistry, now: float) -> None:
         states = dict.fromkeys((*STATES, "silent"), 0.0)
         longest = 0.0
         for member in workers.workers():
@@ -188,12 +181,11 @@ class ExportingMeter(Meter, Collector):
         return well and any(state in WORKING for state in states), facts
 
     def close(self) -> None:
-        """See `Meter`."""
         if self._lag is not None:
             self._lag.close()
 
     def collect(self) -> Iterator[Family]:
-        """What was neither counted nor observed: called by whoever reads the registry."""
+        """Gauges and what statuses say: called when the registry is read."""
         now = self._clock()
         statuses = [status for status, _ in self._statuses.values()]
         gauges = dict(self._gauges)
@@ -234,11 +226,11 @@ class ExportingMeter(Meter, Collector):
         self._gauges[name] = {"": float(amount)}
 
     def _heartbeat_age(self, now: float) -> float:
-        heard = [at for status, at in self._statuses.values() if status.state not in GONE]
-        return max(0.0, now - min(heard, default=self._began))
+        times = [at for status, at in self._statuses.values() if status.state not in GONE]
+        return max(0.0, now - min(times, default=self._began))
 
     def _late(self, now: float) -> list[str]:
-        """Who has been silent for longer than the run's own rules allow."""
+        """The processes that have been silent for longer than the run allows."""
         rollout = self._config.rollout
         if not self._statuses:
             late = now - self._began > rollout.load_timeout_seconds

@@ -1,8 +1,8 @@
 """How far the trainer's positions are behind what it could read.
 
-Invariant: the end of a partition is its last stable offset, the first that a `read_committed`
-reader cannot pass; asking for it happens in a thread of its own, with connections of its own, so
-that a broker that does not answer holds up nobody.
+The end of a partition is its last stable offset, the first that a `read_committed` reader cannot
+pass. It is asked for in a thread with its own connections, so that a broker that does not answer
+does not hold up the trainer.
 """
 
 import logging

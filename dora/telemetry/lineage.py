@@ -1,9 +1,8 @@
-"""Committed steps as OpenLineage events, if anybody wants them.
+"""Committed steps as OpenLineage events, where the configuration asks for them.
 
-Invariant: nothing here holds up or stops training. Events wait in a queue of bounded length and are
-sent by a thread of its own; what the receiver does not take is dropped and counted. A step has the
-same id whoever tells of it and how often: a trainer that starts again sends what a crash left out,
-and an event sent twice is the same one.
+Training never waits for them: events wait in a queue of bounded length and are sent by a thread of
+its own; what the receiver does not take is dropped and counted. A step always has the same id: a
+trainer that starts again sends what a crash left out, and an event sent twice is the same one.
 """
 
 import logging
@@ -18,7 +17,7 @@ from dora.config import Config
 from dora.errors import ConfigError
 from dora.schemas.records import RunStarted, Step
 from dora.telemetry.meter import meter
-from dora.telemetry.trackers import Mark
+from dora.telemetry.trackers import ProgressFile
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +71,7 @@ class SentLineage(Lineage):
         self._ended = threading.Event()
 
     def begin(self, started: RunStarted, recent: Iterable[Step], newest: int) -> None:
-        """See `Lineage`."""
-        mark = Mark(self._path, started.run_id)
+        mark = ProgressFile(self._path, started.run_id)
         reached = mark.read()
         for step in recent:
             if step.kind == "step" and reached < step.version_out <= newest:
@@ -84,14 +82,12 @@ class SentLineage(Lineage):
         self._thread.start()
 
     def step(self, step: Step) -> None:
-        """See `Lineage`."""
         try:
             self._steps.put_nowait(step)
         except queue.Full:
             self._drop(step, "more steps wait than are kept")
 
     def close(self) -> None:
-        """See `Lineage`."""
         if self._thread is None:
             return
         until = time.monotonic() + CLOSE_SECONDS
@@ -110,7 +106,7 @@ class SentLineage(Lineage):
         except queue.Empty:
             return None
 
-    def _work(self, run_id: str, mark: Mark) -> None:
+    def _work(self, run_id: str, mark: ProgressFile) -> None:
         while (step := self._steps.get()) is not None and not self._ended.is_set():
             try:
                 self._send(step, run_id)

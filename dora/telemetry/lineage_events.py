@@ -1,8 +1,8 @@
 """A committed step as an OpenLineage RunEvent, and the client that sends it.
 
-Invariant: an event is made of the ledger's entry and the configuration alone, so that everybody who
-makes it makes the same one; it holds no secrets. Its step's run id is a UUID of the run's id and
-the step's number.
+An event follows from the ledger's entry and the configuration alone, so it is always the same; it
+holds no secrets. Its step's run id is a UUID of the run's id and the step's number. Apart from
+`dora.telemetry.lineage` because it imports openlineage.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""Where the parts of a run say what they measure.
+"""The meter of a process: what its parts report for metrics.
 
-Invariant: a process has one meter. Until `use` is called it is one that takes everything and keeps
-nothing, so that a process whose metrics are off pays for a call and no more.
+Until `set_meter` is called it keeps nothing, so a process whose metrics are off pays for a call and
+no more.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,8 +17,8 @@ class Meter:
     """The meter of a process whose metrics are off; names are those of the catalogue."""
 
     @property
-    def said(self) -> dict[str, float]:
-        """What the status of the process says of it, such as the port of its endpoint."""
+    def status_metrics(self) -> dict[str, float]:
+        """Metrics for the process's own status, such as the port of its endpoint."""
         return {}
 
     def count(self, name: str, by: float = 1.0, value: str = "") -> None:
@@ -27,19 +27,19 @@ class Meter:
     def observe(self, name: str, amount: float) -> None:
         """Add to a histogram."""
 
-    def heard(self, status: Status) -> None:
-        """The process reports this of itself."""
+    def on_status(self, status: Status) -> None:
+        """The process sent this status of itself."""
 
-    def stepped(self, step: Step) -> None:
+    def on_step(self, step: Step) -> None:
         """The trainer committed an entry of the ledger."""
 
-    def window(self, state: RunState, read: Callable[[], Positions]) -> None:
-        """Where the trainer is; `read` are its positions. Looked at once a second at most."""
+    def on_window(self, state: RunState, read: Callable[[], Positions]) -> None:
+        """The trainer's window; `read` gives its positions. Measured once a second at most."""
 
-    def decided(self, records: Iterable[Record]) -> None:
+    def on_decisions(self, records: Iterable[Record]) -> None:
         """The coordinator committed these."""
 
-    def workers(self, workers: WorkerRegistry, now: float) -> None:
+    def on_workers(self, workers: WorkerRegistry, now: float) -> None:
         """The coordinator's workers at `now` of its clock."""
 
     def close(self) -> None:
@@ -54,6 +54,6 @@ def meter() -> Meter:
     return _current[0]
 
 
-def use(one: Meter) -> None:
+def set_meter(one: Meter) -> None:
     """Make it the meter of this process."""
     _current[0] = one

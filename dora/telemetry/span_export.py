@@ -1,7 +1,8 @@
 """The tracer of a process whose traces are on: spans go to an OTLP receiver, in batches.
 
-Invariant: `tell` never waits. A thread of its own sends; while the receiver is away or slow spans
-gather up to a limit, and beyond it they are dropped and counted. It is warned about once.
+`emit` never waits. A thread of its own sends; while the receiver is away or slow spans gather up to
+a limit, and beyond it they are dropped and counted, with one warning. OpenTelemetry's
+BatchSpanProcessor does not count what it drops and may hold up the end of a process for 30 seconds.
 """
 
 import logging
@@ -50,7 +51,7 @@ class ExportingTracer(Tracer):
         url = endpoint.rstrip("/")
         if not url.endswith(_PATH):
             url += _PATH
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # told here, and once
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # warned about here, and once
         self._exporter = OTLPSpanExporter(endpoint=url, timeout=REQUEST_SECONDS)
         self._resource = Resource.create(
             {
@@ -68,8 +69,7 @@ class ExportingTracer(Tracer):
         self._thread = threading.Thread(target=self._send, name="traces", daemon=True)
         self._thread.start()
 
-    def tell(self, span: Span) -> None:
-        """See `Tracer`."""
+    def emit(self, span: Span) -> None:
         meter().count("dora_process_spans_total")
         try:
             self._waiting.put_nowait(span)
@@ -77,7 +77,6 @@ class ExportingTracer(Tracer):
             self._drop(1, "they come faster than they can be sent")
 
     def close(self) -> None:
-        """See `Tracer`."""
         self._ending.set()
         self._thread.join(CLOSE_SECONDS)
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
@@ -85,7 +84,7 @@ class ExportingTracer(Tracer):
     def _send(self) -> None:
         while not (self._ending.is_set() and self._waiting.empty()):
             self._ending.wait(SEND_SECONDS)
-            while waiting := self._waiting.qsize():  # nobody else takes from it
+            while waiting := self._waiting.qsize():  # only this thread takes from it
                 self._export([self._waiting.get_nowait() for _ in range(min(waiting, BATCH))])
 
     def _export(self, batch: Sequence[Span]) -> None:

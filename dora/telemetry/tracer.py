@@ -1,21 +1,15 @@
-"""Where the parts of a run say what happened to a group, as spans of its trace.
+"""The tracer of a process: what happened to a group, as spans of its trace.
 
-Invariant: a process has one tracer. Until `use` is called it is one that keeps nothing; whoever has
-to compute something for a span asks `active` first. What is told must be over: spans have an end.
+Until `set_tracer` is called it is one that keeps nothing; code that has to compute something for a
+span asks `active` first. Names of traces and spans follow from the run and from what they are
+about, so they are the same in every process and after every restart, and can be found from the log
+alone. W3C Trace Context: https://www.w3.org/TR/trace-context/
 """
 
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-# Names of traces and spans.
-#
-# Invariant: they are functions of the run and of what they are about, the same in every process
-# and after every restart: nobody has to hand them on, and whatever is told twice has the same
-# name. A group's trace and an attempt's span can be found from the log alone.
-#
-# W3C Trace Context: https://www.w3.org/TR/trace-context/
 
 _HEADER = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED = 1
@@ -38,7 +32,7 @@ def dispatch_span(trajectory_id: str, attempt: int) -> str:
 
 
 def generation_span(trajectory_id: str, attempt: int) -> str:
-    """An attempt in the hands of its worker."""
+    """An attempt while its worker generates."""
     return _digest(f"generation/{trajectory_id}#{attempt}", 8)
 
 
@@ -121,11 +115,11 @@ class Tracer:
 
     active = False
 
-    def tell(self, span: Span) -> None:
-        """Something happened; returns at once."""
+    def emit(self, span: Span) -> None:
+        """Report a span that is over; returns at once."""
 
     def close(self) -> None:
-        """Send what was told, for a bounded time, and end."""
+        """Send what was emitted, for a bounded time, and end."""
 
 
 _current: list[Tracer] = [Tracer()]
@@ -136,6 +130,6 @@ def tracer() -> Tracer:
     return _current[0]
 
 
-def use(one: Tracer) -> None:
+def set_tracer(one: Tracer) -> None:
     """Make it the tracer of this process."""
     _current[0] = one

@@ -1,9 +1,10 @@
 """Committed steps in experiment trackers: TensorBoard always, others when they are asked for.
 
-Invariant: a tracker never holds up training. Each has a thread of its own; one that fails, or takes
-a step for longer than a limit, is warned about once and switched off. Each step is logged once,
-with the values that the ledger has: how far a tracker has come stands in a file beside the run, and
-a trainer that starts again logs what a crash left out before it goes on.
+A tracker never holds up training. Each has a thread of its own; one that fails, or takes too long
+for a step, is switched off with a warning. Each step is logged once, with the values that the
+ledger has: a file beside the run says how far a tracker has come, and a trainer that starts again
+logs what a crash left out. A tracker's own id of a run is the ledger's, so it goes on in the same
+place. Each package is imported only when its tracker is opened.
 """
 
 import json
@@ -73,13 +74,11 @@ def values_of(step: Step) -> dict[str, float]:
 
 def chosen(config: Config) -> dict[str, Open]:
     """The trackers that the configuration asks for."""
-    from dora.telemetry import trackers
-
-    openers: dict[str, Open] = {"tensorboard": trackers.TensorBoard}
+    openers: dict[str, Open] = {"tensorboard": TensorBoard}
     if config.metrics.wandb:
-        openers["wandb"] = trackers.WeightsAndBiases
+        openers["wandb"] = WeightsAndBiases
     if config.metrics.mlflow:
-        openers["mlflow"] = trackers.MLflow
+        openers["mlflow"] = MLflow
     return openers
 
 
@@ -96,7 +95,7 @@ class Trackers:
         steps = [step for step in recent if step.kind == "step"]
         directory = self._config.run_directory / "trackers"
         for name, opener in self._openers.items():
-            mark = Mark(directory / f"{name}.json", started.run_id)
+            mark = ProgressFile(directory / f"{name}.json", started.run_id)
             reached = mark.read()
             left = [step for step in steps if reached < step.version_out <= newest]
             first = min((step.version_out for step in left), default=newest + 1)
@@ -120,8 +119,8 @@ class Trackers:
             channel.join(max(0.0, until - time.monotonic()))
 
 
-class Mark:
-    """How far a tracker has come, in a file; that of another run says nothing."""
+class ProgressFile:
+    """The file that says how far a tracker has come; one of another run does not count."""
 
     def __init__(self, path: Path, run_id: str) -> None:
         self._path = path
@@ -142,7 +141,7 @@ class Mark:
 class _Channel:
     """One tracker and its thread."""
 
-    def __init__(self, name: str, opener: Open, run: TrackedRun, mark: Mark) -> None:
+    def __init__(self, name: str, opener: Open, run: TrackedRun, mark: ProgressFile) -> None:
         self._name = name
         self._opener = opener
         self._run = run
@@ -210,12 +209,6 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str
             yield f"{prefix}{key}", str(value)
 
 
-# The experiment trackers, each imported only when it is opened.
-#
-# Invariant: a run that goes on after a restart goes on in the same place of its tracker, known by
-# the id that the ledger gave it.
-
-
 class TensorBoard:
     """Event files in the directory `tensorboard` of the run, written without torch.
 
@@ -236,7 +229,6 @@ class TensorBoard:
         self._writer.flush()
 
     def log(self, number: int, created_ms: int, values: Mapping[str, float]) -> None:
-        """See `Tracker`."""
         make = self._summary.Value
         found = [make(tag=name, simple_value=value) for name, value in values.items()]
         self._writer.add_event(
@@ -247,7 +239,6 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self) -> None:
-        """See `Tracker`."""
         self._writer.close()
 
 
@@ -273,12 +264,10 @@ class WeightsAndBiases:
         )
 
     def log(self, number: int, created_ms: int, values: Mapping[str, float]) -> None:
-        """See `Tracker`."""
         # with a step but without `commit` they would stay in this process until the next step
         self._run.log(dict(values), step=number, commit=True)
 
     def close(self) -> None:
-        """See `Tracker`."""
         self._run.finish()
 
 
@@ -320,13 +309,11 @@ class MLflow:
         self._client.log_batch(self._id, params=settings[:100])
 
     def log(self, number: int, created_ms: int, values: Mapping[str, float]) -> None:
-        """See `Tracker`."""
         make = self._metric
         found = [make(name, value, created_ms, number) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=found)
 
     def close(self) -> None:
-        """See `Tracker`."""
         self._client.set_terminated(self._id)
 
 

@@ -1,9 +1,4 @@
-"""A policy version as a LoRA adapter: two files in the layout of peft, beside no others.
-
-Invariant: an adapter that passes `check_adapter` is whole, of the rank that the run trains, and
-each of its matrices has the shape of the base model's layer, so that nothing of it is cut or left
-out unnoticed where it is loaded.
-"""
+"""A policy version as a LoRA adapter: two files in the layout of peft."""
 
 import json
 from collections.abc import Mapping
@@ -13,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from dora.errors import WeightsError
+from dora.weights.tensors import write_file
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +25,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def write_adapter(directory: Path, state: "Mapping[str, torch.Tensor]") -> None:
     """Write an adapter's tensors as one file; raises as `tensors.write_file` does."""
-    from dora.weights.tensors import write_file
-
     write_file(directory / ADAPTER_FILE, state)
 
 
@@ -58,7 +52,7 @@ def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 def check_adapter(directory: Path, base: Shapes, rank: int) -> None:
     """WeightsError, with the reason, unless `directory` holds an adapter of `rank` for a model
-    whose tensors have the shapes `base`.
+    whose tensors have the shapes `base`: an engine would cut or skip what does not fit.
 
     Layers that the base model's files call by another name are not compared: the canary covers
     them.

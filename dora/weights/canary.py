@@ -1,8 +1,8 @@
 """The canary: a fixed token sequence whose log-probabilities tell whether weights arrived.
 
-Invariant: the sequence depends on seed and vocabulary alone, so every version of a run is checked
-on the same one. An engine that reports success after an update but holds other weights cannot
-reproduce the trainer's log-probabilities of it.
+It depends on seed and vocabulary alone, so every version of a run is checked on the same one. An
+engine that reports success after an update but holds other weights cannot reproduce the trainer's
+log-probabilities of it.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""The directory of the starting model.
-
-Invariant: what `model_directory` returns holds a readable `config.json` and safetensors files.
-"""
+"""The directory of the starting model: its files, its vocabulary, its end tokens."""
 
 import json
 import shutil
@@ -22,7 +19,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files that a tokenizer is made of."""
+"""Files that make up a tokenizer."""
 COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 """Files that belong to a model besides its weights."""
 

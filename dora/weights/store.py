@@ -1,19 +1,21 @@
 """The weight store: one directory per policy version, local or anywhere that fsspec reaches.
 
-Invariant: a version's directory is complete and on disk before `publish` returns, and is never
-visible under its name before (files are written beside, flushed, and renamed; on object stores the
-caller announces the version only after all its files are there). Names carry the checksum, so two
-trainers that both believe to be the current one cannot overwrite one another's weights.
+A version's directory is complete and on disk before `publish` returns, and is never visible under
+its name before: files are written beside, flushed, and renamed; on object stores the caller
+announces the version only after all its files are there. Names carry the checksum, so two trainers
+that both believe to be the current one cannot overwrite one another's weights. The manifest of a
+version names its files with sizes and sha256; it is part of the Policy record.
 """
 
 import errno
+import hashlib
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Self
 from urllib.parse import unquote
 
@@ -22,12 +24,13 @@ import fsspec
 from dora.config import Config
 from dora.errors import MissingWeightsError, WeightsError
 from dora.schemas.records import Policy, WeightFile
-from dora.weights.manifest import describe, safe_relative, verify
+from dora.weights.tensors import weights_checksum, write_tensors
 
 _NAME = re.compile(r"v(\d{8,})-[0-9a-f]{16}")
 _UNFINISHED = ".unfinished-"
 _FILE = "file://"
 _CACHED_VERSIONS = 2
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,70 @@ def name_of(uri: str) -> str:
     if not _NAME.fullmatch(name):
         raise WeightsError(f"the policy record names {uri!r}, which is no version of a store")
     return name
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal sha256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def describe(directory: Path) -> tuple[WeightFile, ...]:
+    """The manifest of all files under `directory`, in order of their paths."""
+    paths = sorted(p for p in directory.rglob("*") if p.is_file())
+    return tuple(
+        WeightFile(p.relative_to(directory).as_posix(), p.stat().st_size, sha256_of(p))
+        for p in paths
+    )
+
+
+def safe_relative(path: str) -> PurePosixPath:
+    """`path` if it names a file below the directory it is relative to.
+
+    Raises WeightsError for absolute paths, `..`, empty parts and backslashes: a manifest comes from
+    the log, and a damaged one must not read or write elsewhere.
+    """
+    pure = PurePosixPath(path)
+    unsafe = (
+        not path or path != str(pure) or pure.is_absolute() or ".." in pure.parts or path == "."
+    )
+    if unsafe or "\\" in path or "\0" in path:
+        raise WeightsError(f"the manifest names {path!r}, which is no path inside its directory")
+    return pure
+
+
+def verify(directory: Path, files: Iterable[WeightFile]) -> None:
+    """Compare the files in `directory` with the manifest.
+
+    Raises WeightsError naming the first file that is missing or differs, with what was expected
+    and what was found.
+    """
+    for file in files:
+        path = directory / safe_relative(file.path)
+        try:
+            size = path.stat().st_size
+            if size != file.size:
+                raise WeightsError(
+                    f"{path} has {size} bytes, its manifest says {file.size}",
+                    hint="The file was cut or replaced after it was published.",
+                )
+            found = sha256_of(path)
+        except FileNotFoundError:
+            raise WeightsError(
+                f"{path} is missing",
+                hint="Its version may have been pruned (weights.keep), or this machine does not "
+                "see the trainer's weight store (weights.store).",
+            ) from None
+        except OSError as error:
+            raise WeightsError(f"cannot read {path}: {error.strerror}") from error
+        if found != file.sha256:
+            raise WeightsError(
+                f"{path} has sha256 {found}, its manifest says {file.sha256}",
+                hint="The file was damaged or replaced after it was published.",
+            )
 
 
 def flush_directory(directory: Path) -> None:
@@ -131,7 +198,7 @@ class WeightStore:
         state: Mapping[str, Any],
         companions: Callable[[Path], None],
         scratch: Path | None = None,
-        write: Callable[[Path, Mapping[str, Any]], None] | None = None,
+        write: Callable[[Path, Mapping[str, Any]], None] = write_tensors,
         checksum: str | None = None,
     ) -> Published:
         """Store the tensors of `version` with what `companions` adds to the directory.
@@ -141,14 +208,7 @@ class WeightStore:
         where it is known. Publishing the same tensors of the same version twice gives the same
         directory.
         """
-        if checksum is None:
-            from dora.weights.tensors import weights_checksum
-
-            checksum = weights_checksum(state)
-        if write is None:
-            from dora.weights.tensors import write_tensors
-
-            write = write_tensors
+        checksum = weights_checksum(state) if checksum is None else checksum
         name = version_name(version, checksum)
         parent = Path(self._root) if self._local else (scratch or Path.cwd())
         staging = parent / f"{_UNFINISHED}{name}-{uuid.uuid4().hex[:8]}"

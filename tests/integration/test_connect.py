@@ -12,7 +12,7 @@ from confluent_kafka.admin import AdminClient
 
 from dora.bus import ClusterSettings, cluster_settings
 from dora.config import KafkaSection
-from dora.config.registry import RegistrySection
+from dora.config.kafka import RegistrySection
 from dora.schemas.codec import decode, encode
 from dora.schemas.records import Admission, DeadLetter, Record, Trajectory, unpack_tokens
 from tests import written_run

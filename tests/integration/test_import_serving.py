@@ -11,8 +11,8 @@ import pytest
 
 from dora.bus import ClusterSettings
 from dora.bus.topics import TopicAdmin, topic_plan
-from dora.cli.replay.toml import to_toml
 from dora.config import Config
+from dora.config.loading import to_toml
 from dora.consumers.audit import audit_run
 from dora.consumers.trainer.trainer import Trainer
 from dora.errors import RunError, UsageError

@@ -29,7 +29,7 @@ from dora.bus import (
 )
 from dora.bus.schema_registry import COMPATIBILITY, SchemaRegistry
 from dora.config import KafkaSection
-from dora.config.registry import RegistrySection
+from dora.config.kafka import RegistrySection
 from dora.errors import ConfigError, DoraError, RegistryError, RegistryRefusal
 from dora.schemas.codec import encode
 from dora.schemas.registry import FULL_NAMES, RECORD_TYPES, current_text

@@ -12,7 +12,7 @@ from dora.consumers.learner.batches import Sample
 from dora.consumers.learner.emulated_learner import EmulatedLearner
 from dora.errors import ConfigError, PolicyError, WeightsError
 from dora.weights.models import emulated_vocabulary
-from dora.weights.plain_tensors import plain_checksum, write_plain
+from dora.weights.tensors import plain_checksum, write_plain
 
 SCALE = 0.5
 

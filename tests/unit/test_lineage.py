@@ -51,9 +51,9 @@ class Counting(metering.Meter):
 @pytest.fixture
 def counts() -> Iterator[dict[str, float]]:
     former, counting = metering.meter(), Counting()
-    metering.use(counting)
+    metering.set_meter(counting)
     yield counting.counts
-    metering.use(former)
+    metering.set_meter(former)
 
 
 @pytest.fixture

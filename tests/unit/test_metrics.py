@@ -22,11 +22,11 @@ from dora.core.window import Window
 from dora.errors import ConfigError
 from dora.schemas.records import GroupRef, Step
 from dora.telemetry import meter as metering
+from dora.telemetry import observed
 from dora.telemetry.catalogue import CATALOGUE, COMMON, OTHER, VERSION, bounded
 from dora.telemetry.endpoint import Endpoint
 from dora.telemetry.exporter import ExportingMeter
 from dora.telemetry.lag import lag_of
-from dora.telemetry.start import observed
 from tests.configurations import emulated
 from tests.factories import RING, G, K, admission, places_of, status, step, trajectory
 
@@ -98,11 +98,11 @@ def test_unknown_label_values_count_as_other() -> None:
 
 def test_statuses_of_several_workers_add_up(tmp_path: Path) -> None:
     meter = exporter(tmp_path, "rollout")
-    meter.heard(
+    meter.on_status(
         status("w0", capacity=8, version=3, running=("g0/0#0",),
                metrics={"tokens_total": 10.0, "load_seconds": 2.0})
     )  # fmt: skip
-    meter.heard(
+    meter.on_status(
         status("w1", "loading", capacity=8, version=4,
                metrics={"tokens_total": 5.0, "load_seconds": 1.0, "switches_total": 2.0})
     )  # fmt: skip
@@ -131,7 +131,7 @@ def test_a_step_shows_until_the_next_one_says_otherwise(tmp_path: Path) -> None:
     groups = [admission(0, 0), admission(1, 0)]
     places = places_of([trajectory(g, s) for g in groups for s in range(G)])
     clock.now = 1500.0
-    meter.stepped(
+    meter.on_step(
         step(0, 0, groups, places, reward_mean=0.5, loss=1.0, step_seconds=4.0, tokens=9.0)
     )
     found = exported(meter)
@@ -141,12 +141,12 @@ def test_a_step_shows_until_the_next_one_says_otherwise(tmp_path: Path) -> None:
     assert found["dora_trainer_reward_mean", ""] == 0.5
     assert found["dora_trainer_step_seconds_sum", ""] == 4.0
     assert found["dora_trainer_last_step_timestamp_seconds", ""] == 1500.0
-    meter.stepped(step(1, 1, groups, places, reward_mean=0.75))
+    meter.on_step(step(1, 1, groups, places, reward_mean=0.75))
     found = exported(meter)
     assert found["dora_trainer_reward_mean", ""] == 0.75
     assert ("dora_trainer_loss", "") not in found
     aside = GroupRef("g9", 9, 1, (), "verifier_died: exit code 1")
-    meter.stepped(Step("r", "set_aside", 2, 2, 2, (), (aside,), {}, "c", None, "t", 0))
+    meter.on_step(Step("r", "set_aside", 2, 2, 2, (), (aside,), {}, "c", None, "t", 0))
     found = exported(meter)
     assert found["dora_trainer_groups_set_aside_total", "verifier_died"] == 1.0
     assert found["dora_trainer_steps_total", ""] == 2.0
@@ -167,7 +167,7 @@ def test_series_of_versions_that_left_the_window_are_dropped(tmp_path: Path) -> 
         for offset, record in enumerate(records[:-1]):
             state.finish(finished_facts(record, 0, offset))
         clock.now += 2.0
-        meter.window(state, dict)
+        meter.on_window(state, dict)
         found = exported(meter)
         versions = {
             own for name, own in found if name in ("dora_trainer_backlog_trajectories",
@@ -196,18 +196,18 @@ def test_health_is_that_of_the_last_heartbeat(tmp_path: Path) -> None:
     clock = Clock()
     meter = exporter(tmp_path, "rollout", "w0", clock)
     assert meter.health()[0]
-    meter.heard(status("w0"))
+    meter.on_status(status("w0"))
     clock.now += 29.0
     assert meter.health()[0]
     clock.now += 2.0
     well, facts = meter.health()
     assert (well, facts["late"], facts["heartbeat_age_seconds"]) == (False, ["w0"], 31.0)
     assert exported(meter)["dora_process_late", ""] == 1.0
-    meter.heard(status("w0", "loading"))
+    meter.on_status(status("w0", "loading"))
     clock.now += 800.0
     assert meter.health()[0], "loading may take rollout.load_timeout_seconds"
     assert exported(meter)["dora_process_late", ""] == 0.0
-    meter.heard(status("w0", "stopped"))
+    meter.on_status(status("w0", "stopped"))
     clock.now += 10_000.0
     assert meter.health()[0], "who said goodbye is not expected to speak"
 
@@ -218,7 +218,7 @@ def test_a_worker_that_loads_is_not_silent(tmp_path: Path) -> None:
     for state in ("loading", "ready", "stopped"):
         workers.on_status(status(state, state), 0.0)
     for now, silent in ((20.0, 0.0), (40.0, 1.0), (901.0, 2.0)):
-        meter.workers(workers, now)
+        meter.on_workers(workers, now)
         found = exported(meter)
         assert found["dora_coordinator_workers", "silent"] == silent
         assert found["dora_coordinator_worker_silence_seconds", ""] == now
@@ -233,10 +233,10 @@ def test_ready_is_who_does_its_part_and_speaks(tmp_path: Path) -> None:
         ("starting", False), ("loading", False), ("ready", True), ("failed", False),
         ("training", True), ("waiting", True), ("stopped", False),
     ]:  # fmt: skip
-        meter.heard(status("w0", state))
+        meter.on_status(status("w0", state))
         assert meter.ready()[0] == is_ready, state
         assert meter.health()[0], f"{state} is no reason to be restarted"
-    meter.heard(status("w1"))
+    meter.on_status(status("w1"))
     assert meter.ready()[0], "one of the workers of the process can generate"
     clock.now += 31.0
     assert not meter.ready()[0]
@@ -281,9 +281,9 @@ def test_an_endpoint_answers_what_it_has_and_nothing_else(tmp_path: Path, first:
         code, text = ask(f"{url}/metrics")
         assert code == 200 and "dora_trainer_steps_total" in text
         assert (ask(f"{url}/health")[0], ask(f"{url}/ready")[0]) == (200, 503)
-        meter.heard(status("trainer", "waiting"))
+        meter.on_status(status("trainer", "waiting"))
         assert ask(f"{url}/ready")[0] == 200
-        meter.heard(status("trainer", "starting"))
+        meter.on_status(status("trainer", "starting"))
         clock.now += 901.0
         code, text = ask(f"{url}/health")
         assert (code, json.loads(text)["late"]) == (503, ["trainer"])
@@ -296,7 +296,7 @@ def test_an_endpoint_answers_what_it_has_and_nothing_else(tmp_path: Path, first:
 def restored() -> Iterator[None]:
     former = metering.meter()
     yield
-    metering.use(former)
+    metering.set_meter(former)
 
 
 def test_a_process_is_watched_while_it_runs_and_only_if_asked(
@@ -307,17 +307,17 @@ def test_a_process_is_watched_while_it_runs_and_only_if_asked(
     on = config(tmp_path, metrics={"port": first})
     target = tmp_path / ".prometheus" / "r.trainer.json"
     with observed(on, "trainer", "trainer"):
-        port = int(metering.meter().said["metrics_port"])
+        port = int(metering.meter().status_metrics["metrics_port"])
         (said,) = json.loads(target.read_text())
         assert said["targets"] == [f"127.0.0.1:{port}"]
         assert said["labels"] == {"run": "r", "role": "trainer", "process": "trainer"}
     assert not target.exists()
-    assert metering.meter().said == {}
+    assert metering.meter().status_metrics == {}
 
 
 def test_what_is_off_is_not_imported() -> None:
     code = (
-        "import sys, dora.cli.main, dora.telemetry.start\n"
+        "import sys, dora.cli.main, dora.telemetry\n"
         "import dora.producers.coordinator.coordinator, dora.producers.worker.worker\n"
         "import dora.consumers.trainer.step_reports, dora.consumers.trainer.heartbeat\n"
         "print([m for m in sys.modules if m.split('.')[0] in "

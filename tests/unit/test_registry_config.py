@@ -10,10 +10,9 @@ import pytest
 from dora.bus.schema_registry import SchemaRegistry
 from dora.bus.settings import cluster_settings
 from dora.cli.options import ConfigSource, registry_arguments
-from dora.cli.replay.toml import to_toml
 from dora.config import Config
-from dora.config.loading import KafkaOverrides, load_config, load_kafka_section
-from dora.config.registry import RegistrySection
+from dora.config.kafka import RegistrySection
+from dora.config.loading import KafkaOverrides, load_config, load_kafka_section, to_toml
 from dora.errors import ConfigError
 from tests.configurations import MINIMAL
 

@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 
 from dora.cli.replay.tables import show
-from dora.cli.replay.toml import to_toml
 from dora.config import Config
-from dora.config.loading import load_config
+from dora.config.loading import load_config, to_toml
 from dora.consumers.replay.metrics import (
     COMPARED,
     NOT_COMPARED,

@@ -92,7 +92,7 @@ def log() -> ScheduleLog:
         Status(RUN, "w0", "rollout", "i", "ready", 1, metrics={"emulation_late_share": 0.1}),
         Status(RUN, "w1", "rollout", "i", "ready", 1, metrics={"emulation_late_share": 0.3}),
     ):  # fmt: skip
-        fold.take(record)
+        fold.handle(record)
     return fold
 
 
@@ -144,8 +144,8 @@ def test_overhead_is_what_takes_time_beside_the_emulated_work(log: ScheduleLog) 
 
 
 def test_starts_on_a_worker_that_hosts_the_version_are_deliveries(log: ScheduleLog) -> None:
-    log.take(start("d", 1, "w1", 7_000))
-    log.take(finished("d", 1, "w1", 7_030, 8_000, 8_010))
+    log.handle(start("d", 1, "w1", 7_000))
+    log.handle(finished("d", 1, "w1", 7_030, 8_000, 8_010))
     assert measure(log, 1, 1, EMULATION).overhead.delivery == pytest.approx(0.03)
 
 

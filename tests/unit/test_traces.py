@@ -104,7 +104,7 @@ def test_spans_are_sent_in_batches_and_the_rest_at_the_end(counted: Counted) -> 
     with span_receiver() as receiver:
         tracer = ExportingTracer(receiver.endpoint, run="r", role="trainer", process="trainer")
         for number in range(700):
-            tracer.tell(span(number))
+            tracer.emit(span(number))
         tracer.close()
         assert len(receiver.spans) == 700
         assert {one.service for one in receiver.spans} == {"dora-trainer"}
@@ -121,7 +121,7 @@ def test_what_has_gathered_is_sent_at_once(
     with span_receiver() as receiver:
         tracer = ExportingTracer(receiver.endpoint, run="r", role="trainer", process="trainer")
         for number in range(100):
-            tracer.tell(span(number))
+            tracer.emit(span(number))
         begun = time.monotonic()
         while len(receiver.spans) < 100:
             assert time.monotonic() < begun + 10.0, "a batch waits for each: 20 s"
@@ -139,7 +139,7 @@ def test_spans_are_dropped_and_counted_while_the_receiver_is_away(
         endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
         tracer = ExportingTracer(endpoint, run="r", role="trainer", process="trainer")
         for number in range(100):
-            tracer.tell(span(number))
+            tracer.emit(span(number))
         dropped = "dora_process_spans_dropped_total"
         until = time.monotonic() + DEADLINE
         while counted.counts.get(dropped, 0.0) < 100 and time.monotonic() < until:

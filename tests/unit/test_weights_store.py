@@ -12,9 +12,8 @@ from dora.consumers.trainer.checkpoints import Checkpoints
 from dora.errors import PolicyError, WeightsError
 from dora.schemas.records import Policy, WeightFile, pack_logprobs, pack_tokens
 from dora.weights.canary import canary_tokens, check
-from dora.weights.manifest import safe_relative
 from dora.weights.models import model_directory
-from dora.weights.store import Published, WeightStore, version_name
+from dora.weights.store import Published, WeightStore, safe_relative, version_name
 from dora.weights.tensors import read_tensors, weights_checksum
 
 STATE = {"b": torch.arange(6, dtype=torch.float32).reshape(2, 3), "a": torch.ones(3)}

@@ -209,7 +209,7 @@ def _serve(
 ) -> None:
     from dora.bus.topics import TopicAdmin, topic_plan
     from dora.cli.coordinator import stop_on_signals
-    from dora.cli.replay.toml import to_toml
+    from dora.config.loading import to_toml
     from dora.producers.replay.recording import Recording
     from dora.producers.replay.serving import ReplayServer
 

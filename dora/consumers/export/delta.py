@@ -18,7 +18,7 @@ from dora.consumers.export.lake import EXTRA, Guarded, LakeTarget
 from dora.consumers.export.rows import SOURCE_KEY, TOKEN_COLUMNS, Source
 from dora.consumers.export.targets import Say
 from dora.errors import ExportError, UsageError, first_line
-from dora.log.table_schema import SCHEMA, version_of
+from dora.log.table_schema import SCHEMA, exported_version
 from dora.schemas.records import RunStarted
 
 try:
@@ -81,7 +81,7 @@ class DeltaTarget(LakeTarget):
 
     def belongs(self, entry: Path) -> bool:
         """Without a log what the first commit was to add."""
-        return version_of(entry) is not None
+        return exported_version(entry) is not None
 
     def look(self) -> dict[int, Source]:
         """The versions that commits added; UsageError if the table is another's."""

@@ -16,11 +16,11 @@ from dora.bus.offsets import Partition
 from dora.bus.reader import LogReader, Message, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.closeable import Closeable
-from dora.consumers.export.dead_letters import DeadLetters
 from dora.consumers.export.rows import Source
 from dora.core.closed_versions import RunVersions, TopicBounds
 from dora.core.ring import JOURNAL, slot
 from dora.errors import DeadlineError, DoraError
+from dora.log.dead_letters import ForeignRecords
 from dora.log.run_log import Placed, RunLog
 from dora.schemas.records import Trajectory
 
@@ -44,9 +44,10 @@ class ExportLog(RunLog):
     ) -> None:
         self._foreign: list[tuple[Message, str]] = []
         super().__init__(settings, run, deadline=deadline)
-        self.letters = DeadLetters(
+        self.letters = ForeignRecords(
             settings,
             self.topics,
+            "export",
             write=write_letters and self.topics.dead_letters in self._partitions,
             deadline=deadline,
         )
@@ -54,7 +55,7 @@ class ExportLog(RunLog):
     def hand_over(self) -> None:
         """Make what was found so far dead letters."""
         for message, what in self._foreign:
-            self.letters.take(message, what)
+            self.letters.add(message, what)
         self._foreign.clear()
 
     def _note(self, message: Message, what: str | None = None) -> None:
@@ -153,9 +154,9 @@ class VersionReader(Closeable):
         """The trajectory of a group of the run, if that is what was read."""
         record = message.value
         if not isinstance(record, Trajectory):
-            self._log.letters.take(message, _what(message))
+            self._log.letters.add(message, _what(message))
         elif reason := self.versions.misfit(record, message.partition):
-            self._log.letters.take(message, reason)
+            self._log.letters.add(message, reason)
         elif record.group_id in self._log.admissions:
             return record
         return None

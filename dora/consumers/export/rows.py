@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from dora.consumers.inspect.rows import Fate, Fates
 from dora.log.run_log import Placed
-from dora.log.table_schema import _SAMPLING, SCHEMA
+from dora.log.table_schema import SAMPLING, SCHEMA
 from dora.schemas.records import Admission, Trajectory
 
 BATCH_ROWS, BATCH_BYTES = 1024, 32 * 2**20
@@ -137,7 +137,7 @@ def batch_of(placed: Sequence[Placed[Trajectory]], fates: Sequence[Fate]) -> pa.
             [{"version": run.version, "tokens": run.tokens} for run in r.version_runs]
             for r in records
         ],
-        "sampling": _struct([r.sampling for r in records], _SAMPLING),
+        "sampling": _struct([r.sampling for r in records], SAMPLING),
         "started_at": [_microseconds(r.started_ms) for r in records],
         "generated_at": [_microseconds(r.generated_ms) for r in records],
         "created_at": [_microseconds(r.created_ms) for r in records],

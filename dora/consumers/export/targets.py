@@ -21,7 +21,7 @@ from dora import faults
 from dora.closeable import Closeable
 from dora.consumers.export.rows import SOURCE_KEY, TOKEN_COLUMNS, Source
 from dora.errors import ExportError, InUseError, UsageError
-from dora.log.table_schema import SCHEMA, VERSION_PREFIX, version_of
+from dora.log.table_schema import SCHEMA, VERSION_PREFIX, exported_version
 from dora.schemas.records import RunStarted
 from dora.weights.store import flush_entry
 
@@ -198,7 +198,7 @@ class DirectoryTarget(Target):
 
     def belongs(self, entry: Path) -> bool:
         """The directory of a version, or a draft."""
-        return version_of(entry) is not None or (
+        return exported_version(entry) is not None or (
             entry.name.startswith(UNFINISHED) and entry.is_file()
         )
 
@@ -208,7 +208,7 @@ class DirectoryTarget(Target):
         found: dict[int, Source] = {}
         drafts: list[Path] = []
         for entry in sorted(self.directory.iterdir()):
-            version = version_of(entry)
+            version = exported_version(entry)
             if version is not None:
                 source = self._source(entry, version)
                 found |= {} if source is None else {version: source}

@@ -18,7 +18,7 @@ from dora.config import Config
 from dora.consumers.learner.batches import Floats, Sample, batch_metrics
 from dora.errors import ConfigError, WeightsError
 from dora.weights.models import emulated_vocabulary
-from dora.weights.plain_tensors import plain_checksum
+from dora.weights.tensors import plain_checksum
 
 _FILE = "emulated.json"
 _TENSOR = "emulated.weight"

@@ -16,13 +16,7 @@ from dora.consumers.monitor.run_view import RunView
 from dora.consumers.monitor.snapshot import Snapshot
 from dora.core.groups import Group
 from dora.core.identity import dispatch_partitions
-from dora.core.ring import (
-    JOURNAL,
-    partition,
-    slot_starts,
-    trajectory_id,
-    version_starts,
-)
+from dora.core.ring import JOURNAL, partition, slot_starts, trajectory_id, version_starts
 from dora.errors import BusError
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from dora.errors import WeightsError
 from dora.schemas.records import WeightFile
-from dora.weights.manifest import describe, verify
-from dora.weights.store import is_later, replace_directory, storage_error
+from dora.weights.store import describe, is_later, replace_directory, storage_error, verify
 
 _NAME = re.compile(r"step-\d{8,}-[0-9a-f]{16}")
 _UNFINISHED = ".unfinished-"

@@ -8,8 +8,9 @@ only those that no committed record names, or that are older than what is kept.
 import json
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,8 +31,8 @@ from dora.schemas.records import Policy, SlotOffset, Status, pack_logprobs, pack
 from dora.weights.adapters import write_adapter, write_adapter_config
 from dora.weights.canary import canary_tokens
 from dora.weights.models import copy_companions
-from dora.weights.plain_tensors import write_plain
 from dora.weights.store import Published, WeightStore, name_of
+from dora.weights.tensors import write_plain, write_tensors
 
 log = logging.getLogger(__name__)
 
@@ -143,12 +144,14 @@ class Publisher:
 
     def _write(self, version: int) -> Published:
         learner = self._learner
-        state, checksum, write = learner.export_state(), None, None
+        state, checksum = learner.export_state(), None
+        write: Callable[[Path, Mapping[str, Any]], None] = write_tensors
         if self._config.trainer.engine == "emulated":
             checksum, write = learner.weights_checksum(), write_plain
         else:
             state = {name: tensor.cpu() for name, tensor in state.items()}
-            write = None if learner.adapter_settings is None else write_adapter
+            if learner.adapter_settings is not None:
+                write = write_adapter
         scratch = self._config.run_directory / "scratch"
         published = self._store.publish(version, state, self._companions, scratch, write, checksum)
         faults.point("trainer.weights_stored")

@@ -28,6 +28,7 @@ from dora.log.trained_records import Place, fetch_steps, places_of
 from dora.schemas.records import GroupRef, Policy, Step, Trajectory
 from dora.telemetry.meter import meter
 from dora.weights.store import WeightStore
+from dora.weights.tensors import read_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -137,8 +138,6 @@ def difference_to_published(
 ) -> tuple[float, str | None]:
     """`largest_difference` of the learner's weights and the published ones of `policy`, which are
     fetched into `cache`. WeightsError if they are not stored any more."""
-    from dora.weights.tensors import read_tensors  # torch, which takes seconds to import
-
     directory = WeightStore.of(config).fetch(policy, cache)
     return largest_difference(learner.export_state(), read_tensors(directory))
 

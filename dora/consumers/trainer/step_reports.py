@@ -36,13 +36,13 @@ class StepReports:
 
     def committed(self, step: Step) -> None:
         """An entry is in the ledger."""
-        meter().stepped(step)
+        meter().on_step(step)
         if step.kind == "step":
             self._trackers.step(step)
             self._lineage.step(step)
         if tracer().active:
             for span in spans_of(step, self._run_id):
-                tracer().tell(span)
+                tracer().emit(span)
 
     def close(self) -> None:
         """Log what is left, for a bounded time."""

@@ -30,7 +30,7 @@ from dora.core.processes import GONE
 from dora.core.state import RunState
 from dora.errors import BusError, DoraError, FencedError, RunError
 from dora.log.continuation import check_continues
-from dora.log.dead_letters import dead_letter
+from dora.log.dead_letters import DeadLetterWriter
 from dora.log.ledger import (
     History,
     LedgerWriter,
@@ -343,7 +343,7 @@ class Trainer:
 
     def _poll(self, seconds: float) -> None:
         self._records.handle(self._reader.poll(timeout=seconds))
-        meter().window(self._state, self._positions)
+        meter().on_window(self._state, self._positions)
 
 
 class RecordHandler:
@@ -364,12 +364,13 @@ class RecordHandler:
         heartbeat: Heartbeat,
     ) -> None:
         self._topics = RunTopics(config.run.name)
-        self._max_message_bytes = config.kafka.max_message_bytes
         self._state = state
         self._builder = builder
         self._ledger = ledger
         self._transactions = transactions
-        self._writer = writer
+        self._dead_letters = DeadLetterWriter(
+            writer, self._topics, PROCESS, config.kafka.max_message_bytes
+        )
         self._heartbeat = heartbeat
         self._live_versions = 0
 
@@ -425,16 +426,4 @@ class RecordHandler:
                 "written by a newer dora.",
             )
         log.warning("%s cannot be read (%s): %s", place, value.code, value.reason)
-        meter().count("dora_process_dead_letters_total", value=value.code)
-        letter = dead_letter(
-            value.code,
-            value.reason,
-            run=self._topics.run,
-            process=PROCESS,
-            now_ms=time.time_ns() // 1_000_000,
-            max_message_bytes=self._max_message_bytes,
-            message=message,
-            trajectory_id=message.key or "",
-            payload=value.payload,
-        )
-        self._writer.send(self._topics.dead_letters, letter, key=PROCESS)
+        self._dead_letters.write_record(message, value.reason)

@@ -96,7 +96,7 @@ class GroupTraces:
                     "purpose": record.purpose,
                 }
                 context = self._context(record.group_id)
-                tracer().tell(Span("admission", context, "", began_ms, now_ms, facts))
+                tracer().emit(Span("admission", context, "", began_ms, now_ms, facts))
 
     def _context(self, group_id: str) -> TraceContext:
         return TraceContext(trace_of(self.run_id, group_id), self._admission, self._sampled)
@@ -200,7 +200,7 @@ class Coordinator:
         self._traces.report(records, began_ms, self._now_ms())
 
     def _measure(self, records: list[Record], began: float, now: float) -> None:
-        meter().decided(records)
+        meter().on_decisions(records)
         meter().observe("dora_coordinator_decision_seconds", now - began)
         if self._ticked_at is not None:
             meter().observe("dora_coordinator_tick_lag_seconds", now - self._ticked_at)
@@ -272,7 +272,7 @@ class Coordinator:
     def _beat(self, state: ProcessState, *, force: bool = False) -> None:
         if not force and not self._statuses.due:
             return
-        meter().workers(self._coordination.workers, self._clock())
+        meter().on_workers(self._coordination.workers, self._clock())
         self._statuses.send(self._status(state))
         if state == "stopped":
             try:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from dora.errors import UsageError, first_line
 from dora.json_lines import parse_json_object
-from dora.log.table_schema import version_of
+from dora.log.table_schema import exported_version
 
 LINE_BYTES = 64 * 2**20
 """A longer line of JSON is refused."""
@@ -86,7 +86,7 @@ def rows_of(file: Path, columns: Sequence[str] | None = None) -> Iterator[FileRo
 
 
 def _partition(file: Path) -> dict[str, Any]:
-    version = version_of(file.parent)
+    version = exported_version(file.parent)
     return {} if version is None else {"version": version}
 
 

@@ -203,8 +203,8 @@ class Attempt:
         dispatch = self.context.at(dispatch_span(command.trajectory_id, command.attempt))
         generation = self.context.at(generation_span(command.trajectory_id, command.attempt))
         begun = command.created_ms, self.started_ms
-        tracer().tell(Span("dispatch", dispatch, self.context.span, *begun, facts))
-        tracer().tell(
+        tracer().emit(Span("dispatch", dispatch, self.context.span, *begun, facts))
+        tracer().emit(
             Span(
                 "generation", generation, dispatch.span, self.started_ms, now_ms,
                 {
@@ -226,7 +226,7 @@ class Attempt:
         facts = self._trace_facts()
         if trajectory.reward is not None:
             facts["reward"] = trajectory.reward
-        tracer().tell(
+        tracer().emit(
             Span(
                 "scoring", self.context.at(scoring_span(identity, attempt)),
                 generation_span(identity, attempt), trajectory.generated_ms, trajectory.created_ms,

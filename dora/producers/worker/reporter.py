@@ -7,10 +7,9 @@ from dora.bus.reader import Message
 from dora.bus.topics import RunTopics
 from dora.bus.writer import LogWriter
 from dora.config import Config
-from dora.log.dead_letters import dead_letter
+from dora.log.dead_letters import DeadLetterWriter
 from dora.log.status_reporter import StatusReporter
 from dora.schemas.records import ProcessState
-from dora.telemetry.meter import meter
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +33,10 @@ class Reporter(StatusReporter):
         self.message = ""
         self.metrics: dict[str, float] = {"tokens_total": 0.0, "trajectories_total": 0.0}
         self._config = config
-        self._dead_letters = RunTopics(config.run.name).dead_letters
+        topics = RunTopics(config.run.name)
+        self._dead_letters = DeadLetterWriter(
+            writer, topics, worker, config.kafka.max_message_bytes, now_ms
+        )
         self._rate_at = clock()
         self._rate_tokens = 0.0
         self._commanded_at = clock()
@@ -104,19 +106,11 @@ class Reporter(StatusReporter):
     ) -> None:
         """Record what could not be read, generated or scored, and why."""
         log.warning("dead letter %s %s: %s", code, trajectory_id, reason)
-        meter().count("dora_process_dead_letters_total", value=code)
-        self._writer.send(
-            self._dead_letters,
-            dead_letter(
-                code,
-                reason,
-                run=self._config.run.name,
-                process=self.process,
-                now_ms=self._now_ms(),
-                max_message_bytes=self._config.kafka.max_message_bytes,
-                message=message,
-                trajectory_id=trajectory_id,
-                payload=payload,
-            ),
+        self._dead_letters.write(
+            code,
+            reason,
+            message=message,
+            trajectory_id=trajectory_id,
+            payload=payload,
             key=trajectory_id or code,
         )

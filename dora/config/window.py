@@ -1,14 +1,31 @@
-"""The section `[schedule]`: what is generated when, and by which worker.
-
-A schedule that does not fit its window is refused: `sync` needs a staleness of 0, `one-step-off`
-of 1.
-"""
+"""The sections `window` and `schedule`: how stale a group may get, and what is generated when."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dora.config.section import Section
+from dora.config.section import Positive, Section
+
+
+class WindowSection(Section):
+    """The asynchrony window (staleness bound) and the sizes that it is made of."""
+
+    max_staleness: Annotated[int, Field(ge=0, le=64)] = 1
+    """K: a group of version v is trained at version n only if n - v <= K; 0 is synchronous."""
+    groups_per_step: Positive = 32
+    """B: groups in one training step."""
+    group_size: Positive = 8
+    """G: trajectories of one prompt, compared with one another."""
+    tokens_per_step: Positive | None = None
+    """Budget of generated tokens of one training step: it takes groups until the budget is
+    reached, and at most groups_per_step; needs max_staleness of at least 1. With it at most
+    max_staleness * groups_per_step + 1 groups are in flight, so choose groups_per_step about twice
+    as large as what usually makes the budget. Without it each step takes groups_per_step."""
+
+    @property
+    def ring(self) -> int:
+        """Slots of the version-partitioned topics: one for each live version and one to spare."""
+        return self.max_staleness + 2
 
 
 class ScheduleSection(Section):

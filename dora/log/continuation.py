@@ -48,12 +48,12 @@ def check_continues(
 
 
 def check_recorded(config: Config, settings: ClusterSettings, *, inputs: bool = False) -> None:
-    """RunError, with the differences, unless `config` on this cluster continues the run that the
-    ledger's first record tells of. A run that has not begun is continued by anything.
+    """RunError, with the differences, unless `config` on this cluster continues the run of the
+    ledger's first record. A run that has not begun takes any configuration.
 
-    With `inputs` also what the configuration names must hold what the newest policy record says
-    (`dora.log.inputs`); processes that need no prompts and no scores do without. Whether the
-    records are readable is for those to say that rest on them.
+    With `inputs`, for processes that need prompts or scores, also the files and functions that the
+    configuration names must be those of the newest policy record (`dora.log.inputs`). Unreadable
+    records are left to the processes that need them.
     """
     run = config.run.name
     topics = RunTopics(run)

@@ -36,7 +36,6 @@ from dora.weights.tensors import write_plain, write_tensors
 
 log = logging.getLogger(__name__)
 
-
 READ_SECONDS = 30.0
 
 

@@ -118,7 +118,7 @@ def test_mismatch_is_measured_under_the_adapter_that_generated(model: Path) -> N
 
 def test_the_base_model_is_the_reference_policy(model: Path) -> None:
     learner = DeepSpeedLearner(model, settings(model, loss={"kl_coefficient": 0.5}))
-    assert learner._reference is None, "no second copy of the model"
+    assert learner._runner._reference is None, "no second copy of the model"
     assert learner.update(groups(1), version=0)["reference_kl"] == pytest.approx(0.0, abs=1e-6)
     assert learner.update(groups(1), version=1)["reference_kl"] > 1e-6
 

@@ -3,7 +3,7 @@
 #
 # make setup TORCH=cpu    takes the smaller CPU build of torch (needs internet access beyond PyPI)
 # make demo  CONFIG=...   another run configuration
-# make test JOBS=1        one test after the other (4 unless told; each job has a Kafka of its own)
+# make test JOBS=1        one test after the other (3 unless told; each job has a Kafka of its own)
 # make chaos SEED=1 FAULTS=300 ENGINE=emulated|vllm   kill and freeze everything, prove nothing lost
 
 PYTHON ?= python3
@@ -12,7 +12,7 @@ CONFIG ?= examples/spell_backward.toml
 SEED   ?= 0
 FAULTS ?= 20
 ENGINE ?= emulated
-JOBS   ?= 4
+JOBS   ?= 3
 BIN    := .venv/bin
 UV     := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)

@@ -33,10 +33,9 @@ APART = [
 ]
 """Files of long tests that share nothing: each of their tests may go to another job."""
 LONGEST = [
-    "test_ranks",
-    *APART[:4],
+    *("test_security_run", "test_security", "test_ranks"),
     *("test_connect", "test_registry_run", "test_schema_registry"),
-    *("test_security_run", "test_security"),
+    *APART[:4],
     *APART[4:],
     *("test_observability", "test_fleet", "test_bench"),
 ]

@@ -84,27 +84,6 @@ def test_two_ranks_train_what_one_trains_and_end_when_asked_to(world: World) -> 
     assert trained(plain) == trained(world)
 
 
-def test_a_launcher_that_notices_first_does_not_hide_which_rank_was_lost(world: World) -> None:
-    """It asks the others to stop, as for an end in order."""
-    with fed(world, most=4):
-        process = world.start(world.config(steps=4, ranks=2))
-        until(lambda: len(world.steps()) == 2, "step 2", SECONDS)
-        first, second = (psutil.Process(pids_in(world.log)[rank]) for rank in (0, 1))
-        first.suspend()
-        second.kill()
-        until(
-            lambda: not psutil.pid_exists(second.pid) or second.status() == "zombie",
-            "the end of the second rank",
-            SECONDS,
-        )
-        first.terminate()
-        first.resume()
-        finish(world, process, 1)
-    text = world.log.read_text()
-    assert re.search(r"rank 1 of 2 \(pid \d+ on .*\) ended without a word", text), text
-    assert_gone(world)
-
-
 def test_a_run_with_two_ranks_survives_the_death_of_one(
     small: SmallRun, settings: ClusterSettings
 ) -> None:
@@ -128,7 +107,17 @@ def test_a_run_with_two_ranks_survives_the_death_of_one(
     )
     try:
         until(lambda: log.exists() and "version 3:" in log.read_text(), "version 3", SECONDS)
-        psutil.Process(pids_in(log)[1]).kill()
+        # the launcher notices first, and asks the others to stop as for an end in order
+        first, second = (psutil.Process(pids_in(log)[rank]) for rank in (0, 1))
+        first.suspend()
+        second.kill()
+        until(
+            lambda: not psutil.pid_exists(second.pid) or second.status() == "zombie",
+            "the end of the second rank",
+            SECONDS,
+        )
+        first.terminate()
+        first.resume()
         output, _ = process.communicate(timeout=SECONDS)
     finally:
         process.terminate()

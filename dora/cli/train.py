@@ -59,6 +59,7 @@ def train(config: Config, fail_incomplete: bool) -> None:
         source, supervised = config_source(), bool(context.obj)
         context.exit(run_ranks(config, source, options, supervised=supervised))
 
+    from dora.bus.acls import check_rights
     from dora.bus.settings import cluster_settings
     from dora.consumers.learner.ranks import Member, joined
     from dora.consumers.trainer.trainer import Trainer
@@ -66,6 +67,8 @@ def train(config: Config, fail_incomplete: bool) -> None:
     from dora.telemetry import observed
 
     settings = cluster_settings(config.kafka)
+    # First what is lacking: topics that may not be seen look like ones that were deleted.
+    check_rights("trainer", config.run.name, settings)
     # Before the trainer takes over from a running one: what is refused must end nothing.
     check_recorded(config, settings, inputs=True)
     stop = stop_on_signals()  # looked at by rank 0 only, which the others follow

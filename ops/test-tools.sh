@@ -1,7 +1,7 @@
 #!/bin/sh
-# Installs what some tests need: a browser (Chromium) for reports, and Prometheus for metrics. If it
-# cannot install them it prints how to do so. Without them those tests are skipped (with CI=true they
-# fail).
+# Installs what some tests look at dora with: a browser (Chromium) for reports, and Prometheus for
+# metrics. Where it cannot install them it says what to install; the tests that need them are then
+# skipped, or fail where CI=true.
 missing=""
 command -v chromium >/dev/null 2>&1 || command -v chromium-browser >/dev/null 2>&1 ||
   command -v google-chrome >/dev/null 2>&1 || missing="$missing chromium"
@@ -9,7 +9,7 @@ command -v prometheus >/dev/null 2>&1 || missing="$missing prometheus"
 [ -z "$missing" ] && exit 0
 
 leave_it() {
-  echo "missing, and needed by some tests:$missing ($1)" >&2
+  echo "some tests will be skipped without:$missing ($1)" >&2
   exit 0
 }
 

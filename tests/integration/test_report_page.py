@@ -67,7 +67,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def chromium() -> Iterator[Browser]:
     program = needs.program(*BROWSERS, install=INSTALL)
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=program, args=["--disable-gpu"])
@@ -76,10 +76,10 @@ def browser() -> Iterator[Browser]:
 
 
 @contextmanager
-def opened(browser: Browser, report: Path, look: str) -> Iterator[Page]:
+def opened(chromium: Browser, report: Path, look: str) -> Iterator[Page]:
     """The report as it looks in a new window."""
     width, height = SIZES[look]
-    context = browser.new_context(
+    context = chromium.new_context(
         viewport={"width": width, "height": height},
         is_mobile=look == "phone",
         color_scheme="dark" if look == "dark" else "light",
@@ -98,9 +98,9 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("look", SIZES)
 def test_a_report_fits_its_window_and_can_be_read(
-    browser: Browser, report: Path, pictures: Path, look: str
+    chromium: Browser, report: Path, pictures: Path, look: str
 ) -> None:
-    with opened(browser, report, look) as page:
+    with opened(chromium, report, look) as page:
         assert page.evaluate("innerWidth") == SIZES[look][0]
         assert page.evaluate(OVERFLOW) <= 0
         sizes = page.evaluate(CHARTS)
@@ -114,20 +114,20 @@ def test_a_report_fits_its_window_and_can_be_read(
         assert 10_000 < picture.stat().st_size < 300_000
 
 
-def test_light_and_dark_have_colours_of_their_own(browser: Browser, report: Path) -> None:
+def test_light_and_dark_have_colours_of_their_own(chromium: Browser, report: Path) -> None:
     colours = []
     stroke = "getComputedStyle(document.querySelector('figure svg text')).fill"
     for look in ("light", "dark"):
-        with opened(browser, report, look) as page:
+        with opened(chromium, report, look) as page:
             colours.append((page.evaluate(BACKGROUND), page.evaluate(stroke)))
     assert colours[0][0] != colours[1][0]
     assert colours[0][1] != colours[1][1]
 
 
 def test_a_report_asks_the_network_for_nothing_and_has_no_errors(
-    browser: Browser, report: Path
+    chromium: Browser, report: Path
 ) -> None:
-    page = browser.new_page()
+    page = chromium.new_page()
     requests: list[str] = []
     problems: list[str] = []
     page.on("request", lambda request: requests.append(request.url))

@@ -13,7 +13,7 @@ from confluent_kafka.admin import (
 )
 
 from dora.bus import ClusterSettings, LogReader
-from dora.consumers.monitor.chunk_progress import ChunkSigns, Search
+from dora.consumers.monitor.chunk_progress import ChunkProgress, Search
 from dora.core import ring
 from dora.core.scheduling.prefixes import Prefix
 from dora.core.state import RunState
@@ -180,8 +180,8 @@ def test_deleted_chunks_are_missed_by_nobody(written: Written) -> None:
     written.delete(topic, index, 1)
     written.check()
     assert scan(written.settings, lost, DEADLINE) == {"g9/1": Prefix()}, "it starts over"
-    sign = ChunkSigns(written.settings, "test").look(search, DEADLINE)["g9/1"]
+    sign = ChunkProgress(written.settings, "test").look(search, DEADLINE)["g9/1"]
     assert (sign.worker, sign.sequence, sign.created_ms) == ("w0", 2, 1_002)
     written.delete(topic, index, 3)
-    assert ChunkSigns(written.settings, "test").look(search, DEADLINE) == {}
+    assert ChunkProgress(written.settings, "test").look(search, DEADLINE) == {}
     written.check()

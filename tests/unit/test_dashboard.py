@@ -12,9 +12,9 @@ from rich.console import Console
 
 from dora.cli.display.charts import bar, chart, condensed
 from dora.cli.display.dashboard import Dashboard, merge, picture, write_svg
-from dora.consumers.monitor.incidents import SHOWN, RecentIncident, RecentIncidents
 from dora.consumers.monitor.run_view import RunView
 from dora.consumers.monitor.snapshot import Snapshot, StepPoint, VersionBacklog
+from dora.log.incidents import SHOWN, RecentIncident, RecentIncidents
 from dora.log.presence import ProcessView
 from dora.schemas.records import Command, DeadLetter, Record, pack_logprobs, pack_tokens
 from tests import factories
@@ -148,7 +148,7 @@ def test_groups_that_failed_are_incidents_and_those_without_signal_are_not() -> 
     aside = tuple(replace(r, reason=why) for r, why in zip(entry.trained, reasons, strict=True))
     view = RunView("r")
     tracker = RecentIncidents()
-    tracker.take(replace(entry, kind="set_aside", trained=(), set_aside=aside))
+    tracker.handle(replace(entry, kind="set_aside", trained=(), set_aside=aside))
     assert [(e.kind, e.subject, e.text) for e in tracker.newest()] == [
         ("set aside", "g1", "verifier timed out")
     ]
@@ -158,7 +158,7 @@ def test_groups_that_failed_are_incidents_and_those_without_signal_are_not() -> 
 def test_only_the_newest_incidents_are_kept() -> None:
     tracker = RecentIncidents()
     for at in range(3_000):
-        tracker.take(command("move", f"g{at}/0", 0, at=at, reason="balance"))
+        tracker.handle(command("move", f"g{at}/0", 0, at=at, reason="balance"))
     newest = tracker.newest()
     assert [each.time_ms for each in newest] == list(range(3_000 - SHOWN, 3_000))
 

@@ -5,14 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dora.consumers.monitor.incidents import RecentIncidents
 from dora.consumers.report.bars import outlines, stretches
 from dora.consumers.report.data import Difference, RunReport, differing, flattened, other_task
-from dora.consumers.report.incidents import EVENTS_KEPT, IncidentFold
 from dora.consumers.report.page import VERSIONS_SHOWN, key_numbers, render, shown_versions
 from dora.consumers.report.statistics import CURVE_POINTS
 from dora.consumers.report.svg import compact, duration, short, size
 from dora.consumers.report.timeline import TimelineFold, natural
+from dora.log.incidents import EVENTS_KEPT, IncidentTally, RecentIncidents
 from dora.log.schedule_log import Occupancy
 from dora.schemas.records import Command, CommandKind, DeadLetter
 from tests.pages import parsed
@@ -83,29 +82,29 @@ def test_incidents_are_counted_by_what_was_done_about_them(report: RunReport) ->
 
 
 def test_the_orders_at_the_end_of_a_run_are_no_incidents() -> None:
-    fold, recent = IncidentFold(), RecentIncidents()
+    tally, recent = IncidentTally(), RecentIncidents()
     endings: tuple[CommandKind, ...] = ("yield", "stop")
     orders = [
         Command("r", "w0", "i", kind, 1, trajectory_id="g0/0", reason="the run is complete")
         for kind in endings
     ]
     for order in orders:
-        fold.command(order)
-        recent.take(order)
-    assert fold.incidents().total == 0
+        tally.handle(order)
+        recent.handle(order)
+    assert tally.incidents().total == 0
     assert recent.newest() == ()
     early = replace(orders[0], reason="another worker took over")
-    fold.command(early)
-    recent.take(early)
-    assert fold.incidents().counts == {"superseded": 1}
+    tally.handle(early)
+    recent.handle(early)
+    assert tally.incidents().counts == {"superseded": 1}
     assert [each.kind for each in recent.newest()] == ["taken back"]
 
 
 def test_of_many_incidents_all_are_counted_and_the_first_are_kept() -> None:
-    fold = IncidentFold()
+    tally = IncidentTally()
     for number in range(1_000):
-        fold.dead_letter(DeadLetter("r", f"code{number % 30}", "why", "w0", number))
-    found = fold.incidents()
+        tally.handle(DeadLetter("r", f"code{number % 30}", "why", "w0", number))
+    found = tally.incidents()
     assert found.total == 1_000
     assert len(found.events) == EVENTS_KEPT
     assert sum(count for _, count in found.reasons["dead letter"]) == 1_000
@@ -114,16 +113,16 @@ def test_of_many_incidents_all_are_counted_and_the_first_are_kept() -> None:
 
 def test_many_workers_and_versions_are_added_up_and_none_is_left_out() -> None:
     names = [f"w{number}" for number in range(150)]
-    fold = TimelineFold(names, 499, 0, 100_000, rows=64, bins=50, colours=48)
+    tally = TimelineFold(names, 499, 0, 100_000, rows=64, bins=50, colours=48)
     for number, name in enumerate(names):
-        fold.add([Occupancy(name, (7 * number) % 500, 1_000 * (number % 90), 100_000)])
-    line = fold.timeline()
+        tally.add([Occupancy(name, (7 * number) % 500, 1_000 * (number % 90), 100_000)])
+    line = tally.timeline()
     assert (len(line.rows), line.workers, line.versions_per_block) == (50, 150, 11)
     assert line.rows[0].label == "w0 … w2" and line.rows[-1].label == "w147 … w149"
     shown = sum(float(np.sum(cell)) for row in line.rows for cell in row.running.values())
     assert shown * line.bin_seconds == pytest.approx(sum(100 - n % 90 for n in range(150)))
     with pytest.raises(ValueError, match="stranger"):
-        fold.add([Occupancy("stranger", 0, 0, 1)])
+        tally.add([Occupancy("stranger", 0, 0, 1)])
 
 
 def test_workers_are_sorted_as_people_count() -> None:

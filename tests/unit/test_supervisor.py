@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dora.cli.run.log_while_waiting import telling
+from dora.cli.run.log_while_waiting import log_while_waiting
 from dora.cli.run.supervisor import ChildSpec, SupervisionError, Supervisor
 from tests.waiting import until
 
@@ -245,6 +245,6 @@ def test_children_end_with_a_killed_supervisor(tmp_path: Path) -> None:
 
 def test_a_wait_for_somebody_elses_code_is_told_of_now_and_then() -> None:
     said: list[str] = []
-    with telling(said.append, "policy.prepare", every=0.05):
+    with log_while_waiting(said.append, "policy.prepare", every=0.05):
         until(lambda: len(said) >= 2, "two lines", DEADLINE)
     assert re.fullmatch(r"waiting for policy.prepare for \d+ s; Ctrl-C ends it", said[0])

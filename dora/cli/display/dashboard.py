@@ -24,8 +24,8 @@ from dora.cli.display.display import (
     time_to_go,
     trouble_lines,
 )
-from dora.consumers.monitor.incidents import RecentIncident
 from dora.consumers.monitor.snapshot import Snapshot
+from dora.log.incidents import RecentIncident
 from dora.log.presence import ProcessView
 
 TWO_COLUMNS_FROM = 120

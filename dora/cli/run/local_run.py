@@ -23,7 +23,7 @@ from dora.bus.topics import TopicAdmin, topic_plan
 from dora.cli.display.display import Display, PlainDisplay, learning_curve, open_display
 from dora.cli.options import SECRET_SETS, ConfigSource, registry_arguments, with_broker
 from dora.cli.prepare import needs_preparation
-from dora.cli.run.log_while_waiting import telling
+from dora.cli.run.log_while_waiting import log_while_waiting
 from dora.cli.run.processes import child_command, child_environment, child_specs
 from dora.cli.run.supervisor import SupervisionError, Supervisor
 from dora.cli.run.watched_monitor import CATCH_UP_SECONDS, WatchedMonitor
@@ -126,7 +126,7 @@ class LocalRun:
             return
         self._say(f"making {self._config.policy.model} with {self._config.policy.prepare}")
         with (
-            telling(self._say, f"policy.prepare = {self._config.policy.prepare}"),
+            log_while_waiting(self._say, f"policy.prepare = {self._config.policy.prepare}"),
             subprocess.Popen(
                 child_command(self._config, self._source, "prepare"),
                 env=child_environment(self._config),

@@ -1,7 +1,4 @@
-"""Waits that nobody can put a limit to, because a user's own code runs: they are told of.
-
-Invariant: whoever looks at the output sees at least once a minute what is being waited for.
-"""
+"""Log a wait without a limit once a minute: a user's own code runs, and may take long."""
 
 import threading
 import time
@@ -12,18 +9,18 @@ EVERY_SECONDS = 60.0
 
 
 @contextmanager
-def telling(
-    say: Callable[[str], None], what: str, *, every: float = EVERY_SECONDS
+def log_while_waiting(
+    emit: Callable[[str], None], what: str, *, every: float = EVERY_SECONDS
 ) -> Iterator[None]:
-    """Through the block, say every `every` seconds that `what` is awaited, and for how long."""
+    """While the block runs, emit every `every` seconds how long `what` has been awaited."""
     ended = threading.Event()
     began = time.monotonic()
 
-    def tell() -> None:
+    def report() -> None:
         while not ended.wait(every):
-            say(f"waiting for {what} for {time.monotonic() - began:.0f} s; Ctrl-C ends it")
+            emit(f"waiting for {what} for {time.monotonic() - began:.0f} s; Ctrl-C ends it")
 
-    thread = threading.Thread(target=tell, name="patience", daemon=True)
+    thread = threading.Thread(target=report, name="log-while-waiting", daemon=True)
     thread.start()
     try:
         yield

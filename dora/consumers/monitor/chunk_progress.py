@@ -30,7 +30,7 @@ class _Scan:
     position: int | None = None
 
 
-class ChunkSigns:
+class ChunkProgress:
     """Looks up signs of life; holds no connection between two looks."""
 
     def __init__(self, settings: ClusterSettings, client_id: str) -> None:

@@ -11,7 +11,7 @@ from dora.bus.offsets import Partition
 from dora.bus.reader import BEGINNING, LogReader
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics, TopicAdmin
-from dora.consumers.monitor.chunk_progress import ChunkSigns, Search
+from dora.consumers.monitor.chunk_progress import ChunkProgress, Search
 from dora.consumers.monitor.run_view import RunView
 from dora.consumers.monitor.snapshot import Snapshot
 from dora.core.groups import Group
@@ -50,7 +50,7 @@ class RunMonitor:
         self._topics = RunTopics(run)
         self._attached = False
         self._explain_after = explain_after
-        self._signs = ChunkSigns(settings, f"{run}.monitor-chunks")
+        self._progress = ChunkProgress(settings, f"{run}.monitor-chunks")
         self._blocking_since: dict[str, float] = {}
         self._looked_at = float("-inf")
         control = (
@@ -130,7 +130,7 @@ class RunMonitor:
             if search is not None:
                 searches[each] = search
         try:
-            self.view.signs(self._signs.look(searches, _LOOK_SECONDS))
+            self.view.signs(self._progress.look(searches, _LOOK_SECONDS))
         except BusError as error:
             # whoever follows the run meets a lost cluster with the next poll
             log.info("no chunks could be looked at: %s", error.message)

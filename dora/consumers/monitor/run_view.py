@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from dora.bus.reader import Message, Unreadable
-from dora.consumers.monitor.incidents import RecentIncidents
 from dora.consumers.monitor.snapshot import (
     EvaluationPoint,
     Snapshot,
@@ -22,6 +21,7 @@ from dora.core.identity import success_threshold, tokens_per_step
 from dora.core.state import RunState, finished_facts
 from dora.core.step_metrics import VersionSpans
 from dora.core.window import Window
+from dora.log.incidents import RecentIncidents
 from dora.log.presence import ProcessView
 from dora.schemas.records import (
     Admission,
@@ -79,7 +79,7 @@ class RunView:
         value = message.value
         place = f"{message.topic}[{message.partition}]@{message.offset}"
         if not isinstance(value, Unreadable):
-            self._incidents.take(value)
+            self._incidents.handle(value)
         try:
             match value:
                 case Unreadable():

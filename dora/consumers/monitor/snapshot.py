@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dora.consumers.monitor.incidents import RecentIncident
 from dora.consumers.monitor.waits import Wait
 from dora.core.step_metrics import idle_share, mismatch_mean
+from dora.log.incidents import RecentIncident
 from dora.log.presence import ProcessView
 
 Health = Literal["not started", "starting", "running", "stalled", "complete", "stopped"]

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from dora.consumers.report.data import KeyNumbers, RunReport, StepTime, Tail, VersionRow, flattened
-from dora.consumers.report.incidents import Incidents
 from dora.consumers.report.statistics import (
     CURVE_POINTS,
     Moments,
@@ -24,6 +23,7 @@ from dora.consumers.report.tally import Control, Scores, Tally
 from dora.core.audit.report import AuditReport
 from dora.core.identity import schedule_of
 from dora.core.step_metrics import idle_share, mismatch_mean, success, total
+from dora.log.incidents import Incidents
 from dora.schemas.records import Policy, RunStarted, Step
 
 TIME_STEPS = 120

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dora.consumers.report.incidents import Incidents
 from dora.consumers.report.statistics import Histogram, Percentiles, Point
 from dora.consumers.report.timeline import Timeline
 from dora.core.audit.report import AuditReport
+from dora.log.incidents import Incidents
 
 
 @dataclass(frozen=True, slots=True)

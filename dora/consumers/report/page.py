@@ -23,9 +23,9 @@ from dora.consumers.report.data import (
     differing,
     other_task,
 )
-from dora.consumers.report.incidents import EVENTS_KEPT, IncidentKind
 from dora.consumers.report.svg import VERSIONS, Chart, compact, duration, integer, percent
 from dora.core.audit.report import MEANINGS
+from dora.log.incidents import EVENTS_KEPT, IncidentKind
 
 VERSIONS_SHOWN = 400
 LINES_SHOWN = 100

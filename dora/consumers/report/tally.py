@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from dora.consumers.report.incidents import IncidentFold
 from dora.consumers.report.statistics import Moments, TimeBins
 from dora.consumers.report.timeline import Timeline, TimelineFold
 from dora.core.identity import success_threshold
 from dora.core.step_metrics import VersionSpans
+from dora.log.incidents import IncidentTally
 from dora.log.schedule_log import Ordered, attempt_spans
 from dora.schemas.records import (
     Admission,
@@ -40,7 +40,7 @@ class Control:
     """Commands, statuses and dead letters of a run, of any order."""
 
     def __init__(self, started: RunStarted, ledger: Iterable[Step]) -> None:
-        self.incidents = IncidentFold()
+        self.incidents = IncidentTally()
         self.orders: dict[str, dict[int, Ordered]] = {}
         """Start commands by trajectory and attempt, evaluations included."""
         self.workers: set[str] = set()
@@ -49,7 +49,7 @@ class Control:
         self.settled_ms: dict[str, int] = {}
         """When each group was trained or set aside: its trajectories had ended by then."""
         for entry in ledger:
-            self.incidents.entry(entry)
+            self.incidents.handle(entry)
             for group in (*entry.trained, *entry.set_aside):
                 self.settled_ms[group.group_id] = entry.created_ms
             self.last_ms = max(self.last_ms, entry.created_ms)
@@ -58,7 +58,7 @@ class Control:
         """Take one record."""
         match record:
             case Command():
-                self.incidents.command(record)
+                self.incidents.handle(record)
                 if record.kind == "start":
                     order = Ordered(record.worker, record.policy_version, record.created_ms)
                     self.orders.setdefault(record.trajectory_id, {}).setdefault(
@@ -66,9 +66,9 @@ class Control:
                     )
                     self.workers.add(record.worker)
             case Status():
-                self.incidents.status(record)
+                self.incidents.handle(record)
             case DeadLetter():
-                self.incidents.dead_letter(record)
+                self.incidents.handle(record)
         self.last_ms = max(self.last_ms, record.created_ms)
 
 

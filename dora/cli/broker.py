@@ -1,6 +1,6 @@
 """`dora broker`: the local Kafka broker of a directory.
 
-Invariant: what a program may read goes to standard output, everything else to standard error.
+What a program may read goes to standard output, everything else to standard error.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Where commands print.
 
-Invariant: standard output holds what was asked for and nothing else. That something takes its time
+Standard output holds what was asked for and nothing else. That something takes its time
 is said on standard error, and only to a person who watches.
 """
 
@@ -11,7 +11,7 @@ from rich.console import Console
 
 # Texts that others wrote, models above all, on a terminal.
 #
-# Invariant: a terminal does nothing but show them: characters that would steer it are spelled
+# A terminal does nothing but show them: characters that would steer it are spelled
 # out.
 
 
@@ -29,7 +29,7 @@ def visible(text: str, *, newlines: bool = True) -> str:
 
 # Tables of text that are as wide as their widest cells, wherever they are printed.
 #
-# Invariant: nothing is cut off or wrapped, so that a program may read them as well.
+# Nothing is cut off or wrapped, so that a program may read them as well.
 
 
 def columns(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:

@@ -1,6 +1,6 @@
 """`dora doctor`: what this machine lacks, and how to get it.
 
-Invariant: a check never fails the command: what cannot be found out is a finding too.
+A check never fails the command: what cannot be found out is a finding too.
 """
 
 import importlib.metadata

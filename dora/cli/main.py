@@ -1,6 +1,6 @@
 """The command `dora`: its subcommands, imported when they are used, and how errors are shown.
 
-Invariant: `dora --help` imports nothing heavier than click. A `DoraError` becomes `error: ...` on
+`dora --help` imports nothing heavier than click. A `DoraError` becomes `error: ...` on
 standard error with its hint and its exit code; only a defect of dora shows a traceback.
 """
 
@@ -150,7 +150,7 @@ def _leave(code: list[int]) -> None:
 
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # a pipe that nobody reads any more
+        with suppress(OSError):  # a pipe without a reader
             stream.flush()
     os._exit(code[0])
 

@@ -1,6 +1,6 @@
 """Options that commands share.
 
-Invariant: a command that takes a configuration or a run's name gets it checked, with the cluster's
+A command that takes a configuration or a run's name gets it checked, with the cluster's
 address resolved, or the user gets a message and exit code 2; nothing was started by then.
 """
 

@@ -1,6 +1,6 @@
 """`dora prepare` (internal): makes the model directory with the configured hook.
 
-Invariant: the model directory appears whole or not at all: the hook writes beside it.
+The model directory appears whole or not at all: the hook writes beside it.
 """
 
 import shutil

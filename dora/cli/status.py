@@ -16,9 +16,8 @@ from dora.cli.display.dashboard import Dashboard, write_svg
 from dora.cli.display.display import PlainDisplay, render
 from dora.cli.options import json_option, kafka_options, print_line
 from dora.config import KafkaSection
-from dora.consumers.monitor.emulation_check import late_share
 from dora.consumers.monitor.monitor import RunMonitor
-from dora.consumers.monitor.snapshot import Snapshot
+from dora.consumers.monitor.snapshot import Snapshot, late_share
 from dora.errors import UsageError
 
 # Trajectory records read at most for a look; a longer history is read from the window on.

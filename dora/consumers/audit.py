@@ -1,6 +1,6 @@
 """Reads a run's whole log into the audit of `core.audit`.
 
-Invariant: what is judged is one consistent cut of the log, also while the run goes on. A step and
+What is judged is one consistent cut of the log, also while the run goes on. A step and
 its policy are committed in one transaction, whose markers reach the two topics one after the other;
 so policies are read first, then steps until they have reached them, then the policies of the steps
 that came meanwhile. What a ledger entry names was written before it and is read after it.

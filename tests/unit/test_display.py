@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from dora.bus.reader import Message, Unreadable
-from dora.cli.display.display import PlainDisplay, duration, learning_curve, render
+from dora.cli.display.display import PlainDisplay, learning_curve, render
+from dora.cli.display.parts import duration
 from dora.cli.run.supervisor import ChildView
 from dora.cli.tail.lines import as_line, as_object, version_of
 from dora.consumers.monitor.run_view import RunView
@@ -26,7 +27,7 @@ def message(value: Record | Unreadable, offset: int = 0, topic: str = "r.x") -> 
 def fold(*records: Record | Unreadable, target: int | None = None) -> RunView:
     view = RunView("r", steps_target=target)
     for offset, record in enumerate(records):
-        view.take(message(record, offset))
+        view.handle(message(record, offset))
     return view
 
 
@@ -132,7 +133,7 @@ def test_topics_may_be_read_in_any_order() -> None:
     view = RunView("r")
     ledger = [i for i, r in enumerate(records) if isinstance(r, RunStarted | Step)]
     for offset in ledger + [i for i in range(len(records)) if i not in ledger]:
-        view.take(message(records[offset], offset))
+        view.handle(message(records[offset], offset))
     assert view.snapshot(30_000) == fold(*records).snapshot(30_000)
 
 
@@ -179,7 +180,7 @@ def test_processes_that_were_just_launched_are_given_time_to_load() -> None:
     gone = [status(name, "stopped", at=22_000) for name in ("trainer", "coordinator", "w0")]
     view = RunView("r", launched_ms=50_000)
     for record in [*two_steps(), *gone, status("coordinator", at=60_000)]:
-        view.take(message(record))
+        view.handle(message(record))
     snapshot = view.snapshot(61_000)
     assert snapshot.health == "starting"
     assert snapshot.reasons == (
@@ -187,7 +188,7 @@ def test_processes_that_were_just_launched_are_given_time_to_load() -> None:
         "waiting for the rollout process",
     )
     for record in alive(70_000):
-        view.take(message(record))
+        view.handle(message(record))
     assert view.snapshot(71_000).health == "running"
     assert view.snapshot(900_000).health == "stalled"
 
@@ -196,7 +197,7 @@ def test_loading_weights_is_not_silence() -> None:
     loading = [*alive(22_000)[:2], status("w0", "loading", at=22_000)]
     view = RunView("r", heartbeat_timeout=30, load_timeout=600)
     for record in [*two_steps(), *loading]:
-        view.take(message(record))
+        view.handle(message(record))
     assert [p.silent for p in view.snapshot(60_000).processes] == [True, True, False]
 
 
@@ -246,7 +247,7 @@ def test_plain_lines_tell_each_step_evaluation_and_change_once() -> None:
     view = fold(*two_steps(), *alive(22_000), target=4)
     for _ in range(3):
         display.update(view.snapshot(23_000), ())
-    view.take(message(status("w0", "failed", at=22_500, message="canary differs")))
+    view.handle(message(status("w0", "failed", at=22_500, message="canary differs")))
     display.update(view.snapshot(23_000), ())
     lines = stream.getvalue().splitlines()
     assert lines[0].startswith("step 1/4  success 0.250  reward 0.300  stale 0.00  live 1")
@@ -266,9 +267,9 @@ def test_plain_lines_of_a_run_that_goes_on_pass_over_what_was_done_before() -> N
     gone = [status(name, "stopped", at=22_000) for name in ("trainer", "coordinator", "w0")]
     view = RunView("r", steps_target=4, launched_ms=30_000)
     for offset, record in enumerate([*two_steps(), *gone]):
-        view.take(message(record, offset))
+        view.handle(message(record, offset))
     display.update(view.snapshot(31_000), ())
-    view.take(message(status("w0", "starting", at=32_000)))
+    view.handle(message(status("w0", "starting", at=32_000)))
     display.update(view.snapshot(33_000), ())
     assert stream.getvalue().splitlines() == [
         "the run goes on after step 2/4  success 0.750  reward 0.800  stale 0.00  live 2  "

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from dora.bus.reader import Message
-from dora.cli.display.display import waiting_lines
+from dora.cli.display.parts import waiting_lines
 from dora.cli.status import as_object
 from dora.consumers.monitor.run_view import RunView
 from dora.consumers.monitor.snapshot import Snapshot
-from dora.consumers.monitor.waits import Sign, Wait
+from dora.consumers.monitor.waits import Progress, Wait
 from dora.schemas.records import Command, Record
 from tests.factories import (
     admission,
@@ -46,7 +46,7 @@ def waiting(*records: Record, now: int = 100_000, target: int | None = None) -> 
     ]
     view = RunView("r", heartbeat_timeout=30, load_timeout=600, steps_target=target)
     for offset, record in enumerate(log):
-        view.take(Message("r.x", 0, offset, None, 0, {}, record))
+        view.handle(Message("r.x", 0, offset, None, 0, {}, record))
     return view
 
 
@@ -60,7 +60,7 @@ def test_a_trajectory_without_chunks_is_named_with_its_worker_and_attempt() -> N
     worker = status("w2", at=99_500, version=1, capacity=8, running=("g3/1#1",))
     view = waiting(start("w2", "g3/1", 1, at=64_000), worker)
     assert [(group.group_id, sample) for group, sample in view.blocking()] == [("g3", 1)]
-    view.signs({"g3/1": Sign("w2", 1, 4, 69_000, last=False)})
+    view.set_progress({"g3/1": Progress("w2", 1, 4, 69_000, last=False)})
     snapshot = view.snapshot(100_000)
     wait = only(snapshot)
     assert wait == Wait(1, "g3", 1, "train", "w2", 1, 31.0, "generating")
@@ -78,21 +78,21 @@ def test_a_minute_without_a_chunk_is_a_stall_while_the_trainer_waits() -> None:
     assert snapshot.health == "stalled"
     assert snapshot.reasons == (only(snapshot).text,)
     assert "61 s without a chunk (attempt 0)" in snapshot.reasons[0]
-    view.take(Message("r.x", 0, 99, None, 0, {}, status(TRAINER, "training", at=99_600)))
+    view.handle(Message("r.x", 0, 99, None, 0, {}, status(TRAINER, "training", at=99_600)))
     assert view.snapshot(100_000).health == "running"
 
 
 def test_chunks_of_an_older_attempt_do_not_count_for_a_newer_one() -> None:
     worker = status("w2", at=99_500, version=1, capacity=8, running=("g3/1#2",))
     view = waiting(start("w2", "g3/1", 2, at=90_000), worker)
-    view.signs({"g3/1": Sign("w1", 1, 9, 99_000, last=False)})
+    view.set_progress({"g3/1": Progress("w1", 1, 9, 99_000, last=False)})
     assert only(view.snapshot(100_000)).seconds_without_chunk == 10.0
 
 
 def test_a_trajectory_that_is_being_scored_is_no_stall() -> None:
     worker = status("w2", at=99_500, version=1, capacity=8, running=("g3/1#0",))
     view = waiting(start("w2", "g3/1", at=20_000), worker)
-    view.signs({"g3/1": Sign("w2", 0, 9, 30_000, last=True)})
+    view.set_progress({"g3/1": Progress("w2", 0, 9, 30_000, last=True)})
     snapshot = view.snapshot(100_000)
     assert only(snapshot).state == "scoring"
     assert "being scored on worker w2 for 70 s (attempt 0)" in only(snapshot).text
@@ -174,7 +174,7 @@ def test_only_the_versions_that_block_the_batch_are_waited_for() -> None:
     log += [trajectory(group, sample) for group in groups[4:6] for sample in (0, 1)]
     view = RunView("r")
     for offset, record in enumerate(log):
-        view.take(Message("r.x", 0, offset, None, 0, {}, record))
+        view.handle(Message("r.x", 0, offset, None, 0, {}, record))
     assert view.state is not None
     view.state.newest = 2
     assert {group.group_id for group, _ in view.blocking()} == {"g2", "g3"}

@@ -24,7 +24,7 @@ class Heard:
         self._view = RunView("r", heartbeat_timeout=30)
         at = fields.pop("at", NOW - 1_000)
         for record in (run_started(), status("trainer", "training", at=at, **fields)):
-            self._view.take(Message("r.x", 0, 0, None, 0, {}, record))
+            self._view.handle(Message("r.x", 0, 0, None, 0, {}, record))
 
     def catch_up(self, deadline: float) -> None:
         """Nothing more is there."""

@@ -1,6 +1,6 @@
 """Charts and bars of characters.
 
-Invariant: a chart has the lines and at most the columns that it is given, whatever its values are;
+A chart has the lines and at most the columns that it is given, whatever its values are;
 every character of it has a stand-in for terminals that know ASCII only.
 """
 

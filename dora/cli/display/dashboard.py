@@ -1,6 +1,6 @@
 """`dora status --watch`: a run on one screen, as large as the terminal.
 
-Invariant: the picture never has more lines or columns than it is given, and says nothing by colour
+The picture never has more lines or columns than it is given, and says nothing by colour
 alone. It is a function of a `Snapshot` and of the size. What matters most has its lines first.
 """
 
@@ -15,14 +15,16 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from dora.cli.display.charts import bar, chart, to_ascii
-from dora.cli.display.display import (
+from dora.cli.display.parts import (
     duration,
     figures,
     headline,
+    problem_lines,
     shown_state,
     state_text,
     time_to_go,
     trouble_lines,
+    window_title,
 )
 from dora.consumers.monitor.snapshot import Snapshot
 from dora.log.incidents import RecentIncident
@@ -163,7 +165,7 @@ def _headline(snapshot: Snapshot, width: int) -> Text:
 
 def _reasons(snapshot: Snapshot, most: int) -> list[Text]:
     lines = trouble_lines(snapshot)
-    lines += [Text(f"  {problem}", style="red") for problem in snapshot.problems[:2]]
+    lines += problem_lines(snapshot, 2)
     if len(lines) > most:
         hidden = len(lines) - most + 1
         lines = [*lines[: most - 1], Text(f"  ... and {hidden} more lines", style="dim")]
@@ -207,10 +209,7 @@ def _window(snapshot: Snapshot) -> Section:
     if not snapshot.versions:
         return _EMPTY
     scale = max(snapshot.groups_per_step, *(v.groups_outstanding for v in snapshot.versions), 1)
-    head = Text(
-        f"window: {snapshot.groups_outstanding} of {snapshot.groups_capacity} groups outstanding",
-        style="bold",
-    )
+    head = Text(window_title(snapshot), style="bold")
 
     def draw(width: int, lines: int) -> list[Text]:
         rows = [head]

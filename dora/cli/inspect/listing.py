@@ -1,6 +1,6 @@
 """Which rows `dora inspect` lists.
 
-Invariant: the log is read once, and of each trajectory no more is kept than its row. The trainer's
+The log is read once, and of each trajectory no more is kept than its row. The trainer's
 log-probabilities are computed only for the rows that are shown, unless the choice of rows depends
 on them.
 """

@@ -1,7 +1,7 @@
 """What `dora inspect` needs of a run: its log, its policy's tokenizer, and what the trainer's model
 says.
 
-Invariant: whatever cannot be had is told, in a note or an error, and does not keep the rest from
+Whatever cannot be had is told, in a note or an error, and does not keep the rest from
 being shown.
 """
 

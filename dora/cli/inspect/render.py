@@ -1,6 +1,6 @@
 """How `dora inspect` looks to people.
 
-Invariant: what a model wrote is shown and never obeyed: its control characters are spelled out, and
+What a model wrote is shown and never obeyed: its control characters are spelled out, and
 nothing of it is taken as markup. Colour adds to what is printed and carries nothing that could not
 be printed as well.
 """

@@ -1,6 +1,6 @@
 """How the outcome of a rescoring is shown, to people and to programs.
 
-Invariant: every count of the comparison stands in both forms; texts are shortened, and freed of
+Every count of the comparison stands in both forms; texts are shortened, and freed of
 what would steer a terminal, for people only.
 """
 

@@ -1,6 +1,6 @@
 """One run on one machine, from an empty directory to the audited summary.
 
-Invariant: every stage can be repeated: whatever was interrupted, the next `execute` goes on from
+Every stage can be repeated: whatever was interrupted, the next `execute` goes on from
 the log. When it returns or raises, no process of the run is left; the broker may be.
 """
 

@@ -1,6 +1,6 @@
 """Everything that can be checked before a run starts (`dora run --dry-run`).
 
-Invariant: nothing is started, made or written, and one problem does not hide another.
+Nothing is started, made or written, and one problem does not hide another.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
 """The processes of a run on this machine: which there are, and how each is started.
 
-Invariant: every process loads the same configuration, and secrets travel in the environment, not on
+Every process loads the same configuration, and secrets travel in the environment, not on
 the command line.
 """
 

@@ -1,6 +1,6 @@
 """Child processes of `dora run`: started, watched, restarted, stopped.
 
-Invariant: when the supervisor is gone, its children are too. Each child has its own process group,
+When the supervisor is gone, its children are too. Each child has its own process group,
 so that a Ctrl-C reaches them only through the supervisor, in order, and what a crashed child leaves
 behind is cleaned up with it. A child watches its supervisor (`dora.cli.parent_watch`).
 """
@@ -71,7 +71,7 @@ class Supervisor:
     """Runs children until they are done.
 
     `on_event` gets a line for people whenever a child's state changes. A child that exits with 0 is
-    done if `finished(name)` agrees: one that somebody ended by hand exits with 0 too. One that is
+    done if `finished(name)` agrees: one ended by hand exits with 0 too. One that is
     misconfigured (2), cannot go on (3) or fenced (4) ends the run; any other is started again after
     a delay, up to `max_restarts` times for all children together. One whose transaction expired
     because it was held up (by a debugger, a suspended machine) looks fenced too: whether somebody

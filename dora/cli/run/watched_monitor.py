@@ -1,6 +1,6 @@
 """The monitor of a run that `dora run` watches, through outages of the cluster.
 
-Invariant: losing the cluster for a while never ends the watching; the monitor is made anew.
+Losing the cluster for a while never ends the watching; the monitor is made anew.
 """
 
 import socket
@@ -25,7 +25,7 @@ class WatchedMonitor:
         self.monitor = monitor
 
     def poll(self, display: Display) -> bool:
-        """Fold what comes; whether the connection must be opened again."""
+        """Handle what comes; whether the connection must be opened again."""
         end = time.monotonic() + _POLL_SECONDS
         try:
             while (left := end - time.monotonic()) > 0:

@@ -1,6 +1,6 @@
 """Records as lines for people and as JSON for programs.
 
-Invariant: every record type has both forms; JSON holds every field, with packed token ids and
+Every record type has both forms; JSON holds every field, with packed token ids and
 log-probabilities as lists.
 """
 

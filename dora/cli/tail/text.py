@@ -1,7 +1,7 @@
 """`dora tail --text`: responses as they are generated.
 
-Invariant: on a terminal several trajectories at once, elsewhere a line for each piece of text; in
-both forms a token is told once, whoever generated it (see `core.transcripts`).
+On a terminal several trajectories at once, elsewhere a line for each piece of text; in
+both forms a token is shown once, from any attempt (see `core.transcripts`).
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Which trajectories a terminal shows while they are generated, and how.
 
-Invariant: a trajectory keeps its row while it is written to; one that ends stays for a while,
+A trajectory keeps its row while it is written to; one that ends stays for a while,
 marked with its reward, and the row then goes to the one that was written to last. Characters that
 would steer the terminal are never printed.
 """

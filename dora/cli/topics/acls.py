@@ -1,6 +1,6 @@
 """`dora topics acls`: the least rights that each role of a run needs, shown, scripted or granted.
 
-Invariant: without `--apply` no cluster is asked and nothing changes; with it rights are added,
+Without `--apply` no cluster is asked and nothing changes; with it rights are added,
 never taken away.
 """
 

@@ -1,6 +1,6 @@
 """`dora topics plan`: what a run's topics take, before there are any.
 
-Invariant: it asks no cluster and creates nothing.
+It asks no cluster and creates nothing.
 """
 
 import json

@@ -1,6 +1,6 @@
 """`dora topics`: create, describe and delete the topics of a run, and the rights on them.
 
-Invariant: nothing is deleted without `--yes`; without it the command says what would be.
+Nothing is deleted without `--yes`; without it the command says what would be.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Conditions on trajectories, as people write them: `reward<0.5`, `text~regex`, `finish=length`.
 
-Invariant: a condition is data. Nothing that a person writes is run as a program, and one that makes
+A condition is data. Nothing that a person writes is run as a program, and one that makes
 no sense is refused with what there is.
 """
 

@@ -1,6 +1,6 @@
 """What the trainer's model says of logged trajectories, under the weights that generated them.
 
-Invariant: the log-probabilities are those that the learner's `logprobs` gives with the same
+The log-probabilities are those that the learner's `logprobs` gives with the same
 weights: the model, the micro-batches and the distribution are the learner's. Weights are used only
 if their checksum is the one that was announced, or a note says that it is not. Nothing is written,
 neither to the log nor to the run's directory.

@@ -1,6 +1,6 @@
 """Trajectories and groups as rows of a table.
 
-Invariant: a row follows from one counted trajectory and from what the ledger says of its group;
+A row follows from one counted trajectory and from what the ledger says of its group;
 what is not known is None, never a number that stands for it.
 """
 

@@ -1,6 +1,6 @@
 """How the view of a trajectory is made of what the log has of it.
 
-Invariant: the counted record tells tokens and reward; chunks and commands tell when and where.
+The counted record tells tokens and reward; chunks and commands tell when and where.
 While there is no record, the tokens are those of the newest attempt's chunks so far.
 """
 

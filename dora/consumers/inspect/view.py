@@ -1,6 +1,6 @@
 """One trajectory as people read it: its tokens, its chunks and attempts in time, its reward.
 
-Invariant: a view is made of records alone and holds plain values. What the log does not say is None
+A view is made of records alone and holds plain values. What the log does not say is None
 or not in the view, and `notes` say why; nothing is guessed.
 """
 

@@ -1,6 +1,6 @@
 """The newest chunks of a few trajectories, looked up in the log.
 
-Invariant: only chunks of the trajectories asked for are decoded, and a look takes no longer than
+Only chunks of the trajectories asked for are decoded, and a look takes no longer than
 its budget; what it did not reach, the next look goes on with.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from dora.bus.offsets import Partition
 from dora.bus.reader import LogReader
 from dora.bus.settings import ClusterSettings
-from dora.consumers.monitor.waits import Sign
+from dora.consumers.monitor.waits import Progress
 from dora.errors import DeadlineError
 from dora.schemas.records import Chunk
 
@@ -31,20 +31,22 @@ class _Scan:
 
 
 class ChunkProgress:
-    """Looks up signs of life; holds no connection between two looks."""
+    """Looks up progress in the chunks topic; holds no connection between two looks."""
 
     def __init__(self, settings: ClusterSettings, client_id: str) -> None:
         self._settings = settings
         self._client_id = client_id
         self._scans: dict[Partition, _Scan] = {}
-        self._signs: dict[str, Sign] = {}
+        self._progress: dict[str, Progress] = {}
 
-    def look(self, searches: Mapping[str, Search], budget: float) -> dict[str, Sign]:
-        """The newest signs of the trajectories in `searches`, as far as `budget` seconds allow.
+    def look(self, searches: Mapping[str, Search], budget: float) -> dict[str, Progress]:
+        """The newest progress of the trajectories in `searches`, as far as `budget` seconds allow.
 
         BusError if the cluster does not answer or refuses.
         """
-        self._signs = {known: sign for known, sign in self._signs.items() if known in searches}
+        self._progress = {
+            known: progress for known, progress in self._progress.items() if known in searches
+        }
         scans = self._plan(searches)
         with LogReader(
             self._settings, client_id=self._client_id, wanted=lambda key: key in searches
@@ -60,14 +62,14 @@ class ChunkProgress:
             try:
                 for message in reader.read_to_end(budget):
                     if isinstance(message.value, Chunk):
-                        self._take(message.value)
+                        self._handle(message.value)
             except DeadlineError:
                 pass  # the next look goes on from the positions
             positions = reader.positions()
             for place, scan in scans.items():
                 scan.position = positions[place]
         self._scans = scans
-        return dict(self._signs)
+        return dict(self._progress)
 
     def _plan(self, searches: Mapping[str, Search]) -> dict[Partition, _Scan]:
         """Partitions to read; one that was read for other trajectories is read from its start."""
@@ -82,8 +84,8 @@ class ChunkProgress:
                 scan.position = former.position
         return scans
 
-    def _take(self, chunk: Chunk) -> None:
-        sign = Sign.of(chunk)
-        known = self._signs.get(chunk.trajectory_id)
-        if known is None or sign.order >= known.order:
-            self._signs[chunk.trajectory_id] = sign
+    def _handle(self, chunk: Chunk) -> None:
+        progress = Progress.of(chunk)
+        known = self._progress.get(chunk.trajectory_id)
+        if known is None or progress.order >= known.order:
+            self._progress[chunk.trajectory_id] = progress

@@ -1,6 +1,6 @@
 """Watches a run from its log alone, for `dora status`, the live display and the summary.
 
-Invariant: what is shown was read from the log and nothing is written to it; a monitor may come and
+What is shown was read from the log and nothing is written to it; a monitor may come and
 go at any time, on any machine that reaches the cluster.
 """
 
@@ -84,7 +84,7 @@ class RunMonitor:
         """
         messages = self._reader.poll(timeout=timeout)
         for message in messages:
-            self.view.take(message)
+            self.view.handle(message)
         if not self._attached and self.view.started is not None:
             self._attach()
         return len(messages)
@@ -106,7 +106,7 @@ class RunMonitor:
 
     def _fold(self, end: float) -> None:
         for message in self._reader.read_to_end(max(1.0, end - time.monotonic())):
-            self.view.take(message)
+            self.view.handle(message)
 
     def snapshot(self) -> Snapshot:
         """The run as read so far, now, with what is said in the chunks of what it waits for."""
@@ -130,9 +130,9 @@ class RunMonitor:
             if search is not None:
                 searches[each] = search
         try:
-            self.view.signs(self._progress.look(searches, _LOOK_SECONDS))
+            self.view.set_progress(self._progress.look(searches, _LOOK_SECONDS))
         except BusError as error:
-            # whoever follows the run meets a lost cluster with the next poll
+            # a follower of the run meets a lost cluster with the next poll
             log.info("no chunks could be looked at: %s", error.message)
         self._looked_at = time.monotonic()
 

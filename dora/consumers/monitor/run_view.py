@@ -1,6 +1,6 @@
-"""The fold of a run's records into snapshots, for `dora status`, the live display and the summary.
+"""A run's records made into snapshots, for `dora status`, the live display and the summary.
 
-Invariant: what is shown follows from the records taken and the time given, no matter how the topics
+What is shown follows from the records taken and the time given, no matter how the topics
 interleave. Contradictions in the log are counted and shown, they do not stop the view.
 """
 
@@ -15,7 +15,7 @@ from dora.consumers.monitor.snapshot import (
     VersionBacklog,
     assess,
 )
-from dora.consumers.monitor.waits import Sent, Sign, Wait, blocking, explain, starved
+from dora.consumers.monitor.waits import Progress, Sent, Wait, blocking, explain, starved
 from dora.core.groups import Group
 from dora.core.identity import success_threshold, tokens_per_step
 from dora.core.state import RunState, finished_facts
@@ -39,7 +39,7 @@ _PROBLEMS_KEPT = 20
 
 
 class RunView:
-    """The fold of a run's records into snapshots. No I/O: feed records, ask for snapshots."""
+    """A run's records made into snapshots. No I/O: feed records, ask for snapshots."""
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class RunView:
         self._last_ms: int | None = None
         self._admitted_ms: dict[str, int] = {}
         self._sent: dict[str, Sent] = {}
-        self._signs: Mapping[str, Sign] = {}
+        self._progress: Mapping[str, Progress] = {}
         self._dead_letters = 0
         self._unreadable = 0
         self._problems: list[str] = []
 
-    def take(self, message: Message) -> None:
-        """Fold one message of any of the run's topics."""
+    def handle(self, message: Message) -> None:
+        """Handle one message of any of the run's topics."""
         value = message.value
         place = f"{message.topic}[{message.partition}]@{message.offset}"
         if not isinstance(value, Unreadable):
@@ -185,9 +185,9 @@ class RunView:
         target = self._target()
         return blocking(self.state, trained=target is not None and self.state.newest >= target)
 
-    def signs(self, signs: Mapping[str, Sign]) -> None:
+    def set_progress(self, progress_of: Mapping[str, Progress]) -> None:
         """Take the newest chunks of those trajectories that waits are to be explained of."""
-        self._signs = signs
+        self._progress = progress_of
 
     def _explain(
         self, waiting: list[tuple[Group, int]], time_ms: int, processes: Sequence[ProcessView]
@@ -203,7 +203,7 @@ class RunView:
             time_ms=time_ms,
             holders=holders,
             sent=self._sent,
-            signs=self._signs,
+            progress_of=self._progress,
             admitted_ms=self._admitted_ms,
             processes=processes,
         )

@@ -1,12 +1,12 @@
 """What a run looks like at one moment, and whether it goes on.
 
-Invariant: a snapshot is a plain value, computed from the log and a given time; it converts to JSON
+A snapshot is a plain value, computed from the log and a given time; it converts to JSON
 with `dataclasses.asdict`. A run that can no longer go on by itself is never called `running`.
 """
 
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +14,17 @@ from dora.consumers.monitor.waits import Wait
 from dora.core.step_metrics import idle_share, mismatch_mean
 from dora.log.incidents import RecentIncident
 from dora.log.presence import ProcessView
+
+
+def late_share(processes: Iterable[ProcessView]) -> float | None:
+    """Mean lateness of the emulated workers (`emulation_late_share`); None if there are none."""
+    shares = [
+        process.metrics["emulation_late_share"]
+        for process in processes
+        if "emulation_late_share" in process.metrics
+    ]
+    return statistics.fmean(shares) if shares else None
+
 
 Health = Literal["not started", "starting", "running", "stalled", "complete", "stopped"]
 

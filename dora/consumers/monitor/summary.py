@@ -1,7 +1,7 @@
 """The summary of a run, computed from its log.
 
-Invariant: every number comes from the ledger and the counted trajectories; the same log gives the
-same summary, whoever asks and however often the run was interrupted.
+Every number comes from the ledger and the counted trajectories; the same log gives the
+same summary, however often the run was interrupted.
 """
 
 import json

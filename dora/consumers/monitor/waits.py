@@ -1,6 +1,6 @@
 """What a run waits for, trajectory by trajectory.
 
-Invariant: a wait names version, group and sample, and who is expected to act. It is computed from
+A wait names version, group and sample, and who is expected to act. It is computed from
 what was read of the log and a given time, so that everybody who looks sees the same.
 """
 
@@ -23,7 +23,7 @@ WaitState = Literal["generating", "scoring", "sent", "silent", "unplaced"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class Progress:
     """The newest chunk of a trajectory; `last` says that its generation has ended."""
 
     worker: str
@@ -33,13 +33,13 @@ class Sign:
     last: bool
 
     @classmethod
-    def of(cls, chunk: Chunk) -> "Sign":
-        """The sign that a chunk gives."""
+    def of(cls, chunk: Chunk) -> "Progress":
+        """The progress that a chunk shows."""
         return cls(chunk.worker, chunk.attempt, chunk.sequence, chunk.created_ms, chunk.last)
 
     @property
     def order(self) -> tuple[int, int]:
-        """Newer signs of a trajectory have a larger one."""
+        """Newer progress of a trajectory has a larger one."""
         return self.attempt, self.sequence
 
 
@@ -85,7 +85,7 @@ class Wait:
 
     @property
     def stuck_seconds(self) -> float:
-        """For how long nothing has come of it although somebody should generate; scoring has a
+        """For how long nothing has come of it although a worker should generate; scoring has a
         time limit of its own."""
         return 0.0 if self.state == "scoring" else self.seconds_without_chunk or 0.0
 
@@ -147,11 +147,11 @@ def explain(
     time_ms: int,
     holders: Mapping[str, tuple[str, int]],
     sent: Mapping[str, Sent],
-    signs: Mapping[str, Sign],
+    progress_of: Mapping[str, Progress],
     admitted_ms: Mapping[str, int],
     processes: Collection[ProcessView],
 ) -> tuple[Wait, ...]:
-    """At most SHOWN waits: those that nobody works on first, then in the given order.
+    """At most SHOWN waits: those without a worker first, then in the given order.
 
     `holders` are worker and attempt by trajectory, as the workers themselves say.
     """
@@ -168,7 +168,7 @@ def explain(
                 holder=holders.get(identity) or _taking_up(last, named),
                 held=identity in holders,
                 sent=last,
-                sign=signs.get(identity),
+                progress=progress_of.get(identity),
                 admitted_ms=admitted_ms.get(group.group_id),
                 processes=named,
             )
@@ -210,16 +210,16 @@ def _explain(
     holder: tuple[str, int] | None,
     held: bool,
     sent: Sent | None,
-    sign: Sign | None,
+    progress: Progress | None,
     admitted_ms: int | None,
     processes: Mapping[str, ProcessView],
 ) -> Wait:
-    worker, attempt = holder if holder is not None else (None, _last_attempt(sent, sign))
+    worker, attempt = holder if holder is not None else (None, _last_attempt(sent, progress))
     since = admitted_ms
     if sent is not None and (holder is None or sent.attempt == attempt):
         since = max(since or 0, sent.created_ms)
-    if sign is not None and (holder is None or sign.attempt == attempt):
-        since = max(since or 0, sign.created_ms)
+    if progress is not None and (holder is None or progress.attempt == attempt):
+        since = max(since or 0, progress.created_ms)
     quiet = None if since is None else max(0.0, (time_ms - since) / 1000)
     process = None if worker is None else processes.get(worker)
     state: WaitState = "generating" if held else "sent"
@@ -229,15 +229,17 @@ def _explain(
         worker = None
     elif process.silent:
         state, detail = "silent", f"silent for {process.age_seconds:.0f} s"
-    elif held and sign is not None and sign.last and sign.attempt == attempt:
+    elif held and progress is not None and progress.last and progress.attempt == attempt:
         state = "scoring"
     return Wait(
         group.version, group.group_id, sample, group.purpose, worker, attempt, quiet, state, detail
     )
 
 
-def _last_attempt(sent: Sent | None, sign: Sign | None) -> int:
-    return max(sent.attempt if sent is not None else -1, sign.attempt if sign is not None else -1)
+def _last_attempt(sent: Sent | None, progress: Progress | None) -> int:
+    return max(
+        sent.attempt if sent is not None else -1, progress.attempt if progress is not None else -1
+    )
 
 
 def _why_unplaced(

@@ -87,6 +87,11 @@ class Log:
                 if finished.trajectory_id == trajectory_id:
                     records[offset] = replace(finished, **values)  # type: ignore[arg-type]
 
+    def record(self, trajectory_id: str) -> Trajectory:
+        """The counted record of a trajectory."""
+        at = self.place(trajectory_id)
+        return self.trajectories[at.partition][at.offset]
+
     def step(self, position: int) -> Step:
         entry = self.ledger[position]
         assert isinstance(entry, Step)

@@ -303,6 +303,26 @@ def resumed_from_another_version(log: Log) -> list[Expected]:
 
 
 @forgery
+def a_sample_of_another_prompt(log: Log) -> list[Expected]:
+    log.rewrite("g0/1", token_ids=b"\x09\0\0\0" + log.record("g0/1").token_ids[4:])
+    return [("mixed_prompt", ("g0", "g0/1"), (log.place("g0/1"),))]
+
+
+@forgery
+def tokens_generated_for_another_prompt(log: Log) -> list[Expected]:
+    index = log.chunk_index("g2/1", 0)
+    log.chunks[index] = replace(log.chunks[index], prompt_hash="0123456789abcdef")
+    return [("mixed_prompt", ("g2", "g2/1"), (log.chunk_place(index),))]
+
+
+@forgery
+def resumed_from_another_prompt(log: Log) -> list[Expected]:
+    take_over(log, (0, 0, 2), (1, 2, 3))
+    log.chunks[-2] = replace(log.chunks[-2], prompt_hash="0123456789abcdef")
+    return [("mixed_prompt", ("g0", "g0/0"), (log.chunk_place(-2),))]
+
+
+@forgery
 def trained_too_late(log: Log) -> list[Expected]:
     """As if the bound were lower: what was one version behind is too late now."""
     log.change(0, max_staleness=K - 1)

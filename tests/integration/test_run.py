@@ -78,8 +78,8 @@ class Workspace:
     def check_audit(self) -> dict[str, Any]:
         audit = self.ask("audit")
         assert set(audit["violations"]) == {
-            "lost", "duplicated", "mixed_version", "stale", "incomplete_group", "torn_step",
-            "checksum",
+            "lost", "duplicated", "mixed_version", "mixed_prompt", "stale", "incomplete_group",
+            "torn_step", "checksum",
         }  # fmt: skip
         assert not any(audit["violations"].values()), audit
         started = audit["groups_started"]

@@ -82,3 +82,17 @@ def test_a_streamed_step_gets_groups_as_they_finish_and_is_told_when_it_is_compl
     whole = builder.next_streamed(taken)
     assert whole.blocked is None and whole.next_group is None
     assert [prepared.ref.ordinal for prepared in whole.batch] == [1, 2], "in the order taken"
+
+
+def test_a_group_whose_samples_have_different_prompts_is_set_aside() -> None:
+    state = RunState(Window(0, 2), SIZE)
+    builder = BatchBuilder(state, LOSS, 40)
+    state.start()
+    state.admit(admission(0))
+    for sample, prompt in enumerate((1, 5)):
+        made = trajectory([prompt, 2, 3], [0, 1, 1], float(sample), sample=sample)
+        identity = ring.trajectory_id("g0", sample)
+        named = replace(made, group_id="g0", ordinal=0, trajectory_id=identity)
+        builder.add_trajectory(named, 0, sample)
+    (aside,) = builder.next_batch().set_aside
+    assert aside.reason == "mixed_prompt: its 2 samples have 2 prompts"

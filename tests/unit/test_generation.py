@@ -8,7 +8,15 @@ from dora.core.scheduling.prefixes import PrefixCollector
 from dora.producers.engines.base import Delta
 from dora.producers.tasks.base import Prompt
 from dora.producers.worker.attempt import Attempt
-from dora.schemas.records import Chunk, Command, Sampling, VersionRun, pack_logprobs, pack_tokens
+from dora.schemas.records import (
+    Chunk,
+    Command,
+    Sampling,
+    VersionRun,
+    pack_logprobs,
+    pack_tokens,
+    prompt_hash,
+)
 
 SAMPLING = Sampling(1.0, 1.0, 0, 64, (39,), None)
 
@@ -101,3 +109,13 @@ def test_a_prefix_of_several_versions_is_found_only_where_they_may_mix(mixed: bo
     best = collector.best("g0/0")
     assert best.tokens == (6 if mixed else 4)
     assert best.runs == ((VersionRun(3, 4), VersionRun(4, 2)) if mixed else ())
+
+
+def test_the_first_chunk_of_an_attempt_and_its_record_name_the_same_prompt() -> None:
+    one = attempt()
+    one.extend(delta(3), 0)
+    first = one.chunk(0)
+    one.extend(delta(2, done=True), 0)
+    made = record(one)
+    assert first.prompt_hash == made.prompt_hash == prompt_hash(pack_tokens([1, 2]))
+    assert one.chunk(0).prompt_hash == "" and one.handover(0).prompt_hash == made.prompt_hash

@@ -1,5 +1,7 @@
 """What a takeover finds in the chunk log."""
 
+from dataclasses import replace
+
 from dora.core.scheduling.prefixes import PrefixCollector
 from dora.schemas.records import Chunk, pack_logprobs, pack_tokens
 from tests.factories import admission, chunk_of
@@ -79,3 +81,11 @@ def test_an_attempt_that_only_repeated_its_prefix_counts_as_barren() -> None:
 
 def test_without_chunks_every_attempt_was_barren() -> None:
     assert collect().best("g1/0").barren_since == 0
+
+
+def test_a_prefix_names_the_prompt_that_it_was_sampled_for() -> None:
+    first = replace(chunk(0, 0, 0, [1, 2]), prompt_hash="aa")
+    other = replace(chunk(1, 0, 0, [1, 2, 3], resumed=2), prompt_hash="bb")
+    assert collect(first, chunk(0, 1, 2, [3, 4])).best("g1/0").prompt_hash == "aa"
+    assert collect(first, other).best("g1/0").prompt_hash == "bb"
+    assert collect().best("g1/0").prompt_hash == ""

@@ -158,6 +158,9 @@ class BatchBuilder:
             kept[facts.partition, facts.offset] for _, facts in sorted(group.samples.items())
         ]
         reason = group.failure
+        prompts = {trajectory.prompt_hash for trajectory in trajectories}
+        if reason is None and len(prompts) > 1:
+            reason = f"mixed_prompt: its {len(trajectories)} samples have {len(prompts)} prompts"
         rewards = [reward for reward in group.rewards if reward is not None]
         if reason is None and self._settings.drop_no_signal and not has_signal(rewards):
             reason = NO_SIGNAL

@@ -13,6 +13,8 @@ aborted records take offsets too). Violations are
 - `mixed_version`: a counted trajectory that holds tokens of another version than its group's, or
   was generated under another; a ledger entry that gives a group another version than its admission;
   a chunk of another version than its group's.
+- `mixed_prompt`: a trained group whose samples have different prompts, or a trained trajectory that
+  an attempt generated or began for another prompt.
 - `stale`: a group trained at a version more than `K` after its own, or before it.
 - `incomplete_group`: a group trained with other than `G` samples, or with one of them twice.
 - `torn_step`: ledger entries whose sequence or versions do not follow one another; a step that does
@@ -74,6 +76,7 @@ class GroupFacts:
     finished: int = 0  # bit per sample: its first valid record was seen
     found: int = 0  # bit per reference: its record was seen
     traces: Traces | None = None
+    prompt: str = ""  # hash of the prompt of the first trained sample that was seen
 
     @property
     def version(self) -> int:
@@ -555,6 +558,16 @@ class Audit:
                 place,
                 ids=ids,
             )
+        if group.fate == "trained":
+            group.prompt = group.prompt or trajectory.prompt_hash
+            if trajectory.prompt_hash != group.prompt:
+                self._findings.add(
+                    "mixed_prompt",
+                    f"{says}, whose prompt has the hash {trajectory.prompt_hash}; other samples of "
+                    f"the group have {group.prompt}",
+                    place,
+                    ids=ids,
+                )
         if self._chunks and group.fate == "trained":
             if group.traces is None:
                 group.traces = Traces(len(group.references()))
@@ -581,6 +594,19 @@ class Audit:
                 "mixed_version",
                 f"{place} is a chunk of version {chunk.policy_version} of attempt {chunk.attempt} "
                 f"at {chunk.trajectory_id}, whose group is of version {group.version}",
+                place,
+                ids=(chunk.group_id, chunk.trajectory_id),
+            )
+        if (
+            group.traces is not None
+            and chunk.prompt_hash not in ("", group.prompt)
+            and group.traces.concerns(chunk)
+        ):
+            place = Place(topic, partition, offset)
+            self._findings.add(
+                "mixed_prompt",
+                f"{place}, the first chunk of attempt {chunk.attempt} at {chunk.trajectory_id}, is "
+                f"of a prompt with the hash {chunk.prompt_hash}; its group's is {group.prompt}",
                 place,
                 ids=(chunk.group_id, chunk.trajectory_id),
             )

@@ -89,6 +89,15 @@ class Traces:
         if trajectory.resumed_tokens:
             self._lines[trajectory.sample] = {}
 
+    def concerns(self, chunk: Chunk) -> bool:
+        """Whether a chunk is of the counted attempt, or of one before it that may have been
+        resumed."""
+        cell = chunk.sample * _CELLS
+        if not 0 <= cell < len(self._cells):
+            return False
+        counted, resumed = self._cells[cell] - 1, self._cells[cell + self._RESUMED]
+        return chunk.attempt == counted or bool(resumed and chunk.attempt < counted)
+
     def see(self, chunk: Chunk) -> bool:
         """Take note of a chunk, in the order of its partition; False if it is a second record of
         one of a counted attempt."""

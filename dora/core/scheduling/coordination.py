@@ -162,6 +162,7 @@ class Coordination:
             prefix_token_ids=prefix.token_ids,
             prefix_logprobs=prefix.logprobs,
             prefix_runs=prefix.runs,
+            prompt_hash=prefix.prompt_hash,
         )
 
     def _handed_over(self, chunk: Chunk) -> None:
@@ -179,7 +180,10 @@ class Coordination:
         if work is not None:
             self.migrations += 1
             self.pending[identity] = replace(
-                work, prefix_token_ids=chunk.token_ids, prefix_logprobs=chunk.logprobs
+                work,
+                prefix_token_ids=chunk.token_ids,
+                prefix_logprobs=chunk.logprobs,
+                prompt_hash=chunk.prompt_hash if chunk.token_ids else "",
             )
 
     def _stepped(self, step: Step) -> None:

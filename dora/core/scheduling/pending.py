@@ -15,7 +15,8 @@ from dora.schemas.records import Purpose, VersionRun
 class PendingAttempt:
     """A started trajectory that no worker holds; `attempt` is the number of its next attempt.
 
-    That attempt goes on from the prefix, packed as in the records; `prefix_runs` as in Command.
+    That attempt goes on from the prefix, packed as in the records; `prefix_runs` and
+    `prompt_hash` as in Command.
     """
 
     group_id: str
@@ -27,6 +28,7 @@ class PendingAttempt:
     prefix_token_ids: bytes = b""
     prefix_logprobs: bytes = b""
     prefix_runs: tuple[VersionRun, ...] = ()
+    prompt_hash: str = ""
 
 
 Rank = tuple[float, int, int]

@@ -16,13 +16,15 @@ class Prefix:
     """Tokens (little-endian int32) and log-probabilities (float32) to go on from.
 
     `runs` are its versions where it may have several. `barren_since` is the number of the first
-    attempt after the last one that generated a token of its own; 0 if none has.
+    attempt after the last one that generated a token of its own; 0 if none has. `prompt_hash` names
+    the prompt that the tokens were sampled for.
     """
 
     token_ids: bytes = b""
     logprobs: bytes = b""
     barren_since: int = 0
     runs: tuple[VersionRun, ...] = ()
+    prompt_hash: str = ""
 
     @property
     def tokens(self) -> int:
@@ -38,6 +40,7 @@ class _Attempt:
     runs: list[VersionRun] = field(default_factory=list)
     tokens: int = 0
     resumed: int = 0
+    prompt_hash: str = ""
 
 
 class PrefixCollector:
@@ -64,6 +67,7 @@ class PrefixCollector:
         if (chunk.sequence, chunk.position) != (attempt.sequence, attempt.tokens):
             return
         attempt.sequence += 1
+        attempt.prompt_hash = attempt.prompt_hash or chunk.prompt_hash
         attempt.token_ids.append(chunk.token_ids)
         attempt.logprobs.append(chunk.logprobs)
         tokens = len(chunk.token_ids) // 4
@@ -83,4 +87,5 @@ class PrefixCollector:
             return Prefix()
         _, _, longest = max((a.tokens, n, a) for n, a in attempts.items())
         tokens, logprobs = b"".join(longest.token_ids), b"".join(longest.logprobs)
-        return Prefix(tokens, logprobs, barren_since, tuple(longest.runs))
+        runs = tuple(longest.runs)
+        return Prefix(tokens, logprobs, barren_since, runs, longest.prompt_hash if tokens else "")

@@ -73,6 +73,7 @@ class DecisionRecords:
             prefix_token_ids=work.prefix_token_ids,
             prefix_logprobs=work.prefix_logprobs,
             prefix_runs=work.prefix_runs,
+            prompt_hash=work.prompt_hash,
         )
 
     def of_decision(self, decision: Decision) -> list[Record]:

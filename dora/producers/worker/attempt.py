@@ -22,6 +22,7 @@ from dora.schemas.records import (
     VersionRun,
     pack_logprobs,
     pack_tokens,
+    prompt_hash,
     unpack_logprobs,
     unpack_tokens,
 )
@@ -72,9 +73,12 @@ class Attempt:
     trajectory_header: str | None = None
     """`traceparent` of its trajectory."""
     chunk_events: list[Event] = field(default_factory=list)
+    prompt_hash: str = field(init=False)
+    """Names the prompt in chunks, so that what it resumed from is of the same one."""
 
     def __post_init__(self) -> None:
         command = self.command
+        self.prompt_hash = prompt_hash(pack_tokens(self.prompt.token_ids))
         if self.version < 0:
             self.version = command.policy_version
         self.tokens.extend(unpack_tokens(command.prefix_token_ids).tolist())
@@ -158,6 +162,7 @@ class Attempt:
             logprobs=pack_logprobs(self.logprobs[begin:end]),
             last=last, worker=self.worker, sampling=self.sampling, created_ms=now_ms,
             resumed_tokens=max(0, min(end, self.resumed) - begin),
+            prompt_hash="" if begin else self.prompt_hash,
         )  # fmt: skip
 
     def trajectory(

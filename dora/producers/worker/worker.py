@@ -26,7 +26,7 @@ from dora.producers.worker.hosting import Hosting, Installer
 from dora.producers.worker.inflight import InflightAttempts
 from dora.producers.worker.reporter import Reporter
 from dora.producers.worker.scoring import EmulatedScorer, Scorer
-from dora.schemas.records import Command, Policy, ProcessState
+from dora.schemas.records import Command, Policy, ProcessState, pack_tokens, prompt_hash
 from dora.telemetry.meter import meter
 from dora.telemetry.tracer import TraceContext, parse_traceparent
 
@@ -224,12 +224,23 @@ class Worker:
                 trajectory_id=command.trajectory_id,
             )
             return
+        none = Prompt(command.ordinal, "", (), {})
         try:
             prompt = self._task.prompt(command.ordinal, command.purpose)
         except TaskError as error:
-            none = Prompt(command.ordinal, "", (), {})
             attempt = self._inflight.add(command, none, version, context)
             self._inflight.fail(attempt, "prompt_failed", str(error))
+            return
+        own = prompt_hash(pack_tokens(prompt.token_ids))
+        if command.prompt_hash not in ("", own):
+            attempt = self._inflight.add(command, none, version, context)
+            self._inflight.fail(
+                attempt,
+                "mixed_prompt",
+                f"the prompt at ordinal {command.ordinal} is not the one that this trajectory "
+                f"began with (hash {own}, not {command.prompt_hash}): the data, the template or "
+                "the tokenizer of the workers differ",
+            )
             return
         self.engine.add(self._inflight.add(command, prompt, version, context).request())
 

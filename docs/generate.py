@@ -9,6 +9,7 @@ import sys
 import tomllib
 import types
 from collections.abc import Callable, Iterator
+from datetime import date
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -123,7 +124,13 @@ def _type(annotation: Any, info: FieldInfo | None = None) -> str:
         return f"table of {values}"
     if hasattr(annotation, "__metadata__"):
         return _type(arguments[0], info)
-    names = {int: "whole number", float: "number", bool: "`true` or `false`", Any: "any"}
+    names = {
+        date: "date",
+        int: "whole number",
+        float: "number",
+        bool: "`true` or `false`",
+        Any: "any",
+    }
     return names[annotation] + _bounds(info)
 
 

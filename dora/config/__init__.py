@@ -6,6 +6,7 @@ them).
 """
 
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,8 @@ class Config(Section):
             "kafka": {k: data["kafka"][k] for k in ("lanes", "dispatch_partitions")},
             "evaluation": data["evaluation"],
         }
+        if self.task.template_date == TaskSection.model_fields["template_date"].default:
+            del identity["task"]["template_date"]
         if self.policy.lora is not None:
             identity["policy"]["lora"] = data["policy"]["lora"]
         if self.schedule.kind != "dora":

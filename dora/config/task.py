@@ -1,5 +1,6 @@
 """The section `task`: prompts, and how answers are scored."""
 
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,6 +31,9 @@ class TaskSection(Section):
     """Share of the prompts kept apart for evaluation (chosen by hash of the text, stable)."""
     chat_template: bool = False
     """Put prompts through the tokenizer's chat template."""
+    template_date: date = date(2026, 1, 1)
+    """What a chat template that inserts the current date takes for it: the same on every day of a
+    run."""
     render: Hook | None = None
     """`module:function(item: dict) -> str`: makes the prompt text of an item."""
     verifier: Hook | None = None

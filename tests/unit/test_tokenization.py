@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -181,3 +182,31 @@ def test_a_row_that_template_or_tokenizer_refuses_is_named_by_its_line(
     tokenizer = load_tokenizer(PolicySection(model=str(model)))
     with pytest.raises(TaskError, match=message):
         create_task(config, tokenizer)
+
+
+def test_a_template_that_inserts_the_date_makes_the_same_prompt_every_day(tmp_path: Path) -> None:
+    model = make_model(tmp_path)
+    dated = "{{ strftime_now('%d %B %Y') }}: {{ messages[0]['content'] }}"
+    (model / "chat_template.jinja").write_text(dated)
+    policy = PolicySection(model=str(model))
+    hello = [{"role": "user", "content": "hi"}]
+    assert load_tokenizer(policy).chat(hello) == "01 January 2026: hi"
+    assert load_tokenizer(policy, date(2024, 7, 26)).chat(hello) == "26 July 2024: hi"
+
+
+def test_a_prompt_stays_on_its_side_when_the_template_changes(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    rows = [{"prompt": f"q{n}", "answer": "1"} for n in range(40)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sides = []
+    for template in ("{{ messages[0]['content'] }}", "now: {{ messages[0]['content'] }}"):
+        (model / "chat_template.jinja").write_text(template)
+        task = {
+            "kind": "jsonl", "path": "data.jsonl", "verifier": "a:b", "chat_template": True,
+            "held_out_fraction": 0.5,
+        }  # fmt: skip
+        section = TaskSection.model_validate(task)
+        config = named(model).model_copy(update={"home": tmp_path, "task": section})
+        made = create_task(config, load_tokenizer(config.policy))
+        sides.append({made.prompt(n, "eval").item["prompt"] for n in range(40)})
+    assert sides[0] == sides[1] and 0 < len(sides[0]) < 40

@@ -166,6 +166,6 @@ def _open_data_set(
         from dora.producers.tasks.prompts import RunTexts
         from dora.producers.tasks.tokenization import load_tokenizer
 
-        texts = RunTexts(config, load_tokenizer(config.policy))
+        texts = RunTexts(config, load_tokenizer(config.policy, config.task.template_date))
     choice = Choice(kind, form, min_reward, min_margin)
     return PreferenceTarget(place, started, say, choice=choice, texts=texts)

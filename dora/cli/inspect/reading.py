@@ -188,7 +188,7 @@ class Inspection:
                 return None
             from dora.producers.tasks.tokenization import load_tokenizer
 
-            tokenizer = load_tokenizer(self._config.policy)
+            tokenizer = load_tokenizer(self._config.policy, self._config.task.template_date)
         except DoraError as error:
             hint = f" {error.hint}" if error.hint else ""
             self.note(

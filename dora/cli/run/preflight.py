@@ -100,7 +100,7 @@ def _model(config: Config) -> Iterator[Check]:
         yield Check("model", "plan", f"get {model} from Hugging Face unless it is cached")
         return
     check_model_directory(model)
-    tokenizer = load_tokenizer(config.policy)
+    tokenizer = load_tokenizer(config.policy, config.task.template_date)
     yield Check("model", "ok", f"{model}, tokenizer {tokenizer.name}")
     stops = [
         f"{token} {tokenizer.decode([token], special_tokens=True)!r}"

@@ -6,6 +6,7 @@ text decides which half a prompt belongs to.
 """
 
 import functools
+import json
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -45,9 +46,14 @@ class Prompt:
     item: dict[str, Any]
 
 
-def is_held_out(text: str, fraction: float) -> bool:
-    """Whether a prompt of this text is kept for evaluation; stable across machines and releases."""
-    return zlib.crc32(text.encode()) < fraction * 2**32
+def is_held_out(content: Any, fraction: float) -> bool:
+    """Whether a prompt made of `content` (a text, or what JSON can hold) is kept for evaluation.
+
+    Stable across machines and releases. It depends on the item, not on how template and tokenizer
+    render it: a prompt must not change sides when these change.
+    """
+    text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
+    return zlib.crc32(text.encode("utf-8", "surrogatepass")) < fraction * 2**32
 
 
 class Task(ABC):

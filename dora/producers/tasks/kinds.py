@@ -88,15 +88,15 @@ class JsonlTask(Task):
         offset = 0
         for number, line in enumerate(self._file, start=1):
             if line.strip():
-                text = self._examine(number, line)
-                held_out = is_held_out(text, self._section.held_out_fraction)
+                held_out = is_held_out(self._examine(number, line), self._section.held_out_fraction)
                 half = self._halves["eval" if held_out else "train"]
                 half.offsets.append(offset)
                 half.numbers.append(number)
                 half.checksums.append(zlib.crc32(line))
             offset += len(line)
 
-    def _examine(self, number: int, line: bytes) -> str:
+    def _examine(self, number: int, line: bytes) -> Any:
+        """Checks a line; returns what decides on its half: what its prompt is made of."""
         prompt = self._parse(0, number, line)
         tokens = len(prompt.token_ids)
         if tokens > self._section.max_prompt_tokens:
@@ -105,7 +105,8 @@ class JsonlTask(Task):
                 f"task.max_prompt_tokens allows {self._section.max_prompt_tokens}",
                 hint="Raise task.max_prompt_tokens or remove the line.",
             )
-        return prompt.text
+        section = self._section
+        return prompt.item if section.render is not None else prompt.item[section.prompt_field]
 
     def _parse(self, ordinal: int, number: int, line: bytes) -> Prompt:
         place = f"{self._path}, line {number}"
@@ -223,7 +224,8 @@ class ReasoningGymTask(Task):
                 raise TaskError(
                     f"{self.name}, prompt {ordinal}: {error.message}", hint=error.hint
                 ) from error
-            if is_held_out(text, self._section.held_out_fraction) != (purpose == "eval"):
+            held_out = is_held_out(item["question"], self._section.held_out_fraction)
+            if held_out != (purpose == "eval"):
                 continue
             token_ids = self._encoder.tokens(text)
             if len(token_ids) > self._section.max_prompt_tokens:

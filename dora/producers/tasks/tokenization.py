@@ -7,20 +7,26 @@ embeddings.
 import json
 import os
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
-from dora.config import Config, PolicySection
+from dora.config import Config, PolicySection, TaskSection
 from dora.errors import PolicyError, TaskError, WeightsError, first_line
 from dora.weights.models import emulated_vocabulary, eos_token_ids, vocabulary_of
+
+TEMPLATE_DATE = TaskSection.model_fields["template_date"].default
+"""What a chat template takes for the current date unless `task.template_date` says another."""
 
 
 class Tokenizer:
     """A Hugging Face tokenizer, reduced to what a run needs of it."""
 
-    def __init__(self, backend: Any, name: str, vocabulary: int | None = None) -> None:
+    def __init__(
+        self, backend: Any, name: str, vocabulary: int | None = None, today: date = TEMPLATE_DATE
+    ) -> None:
         self._backend = backend
         self.name = name
         ids = backend.get_vocab().values()
@@ -30,6 +36,7 @@ class Tokenizer:
         """Token that ends a text."""
         self._bos_token_id: int | None = backend.bos_token_id
         self._vocabulary = vocabulary
+        self._today = today
 
     def encode(self, text: str, *, special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids; `special_tokens` adds those that the model expects around a text.
@@ -63,7 +70,9 @@ class Tokenizer:
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The conversation in the model's own chat format, up to where its answer starts.
 
-        PolicyError without a chat template, TaskError for a conversation that it refuses.
+        A template that inserts the current date gets `today`, so that a prompt is the same on every
+        day of a run. PolicyError without a chat template, TaskError for a conversation that it
+        refuses.
         """
         if not getattr(self._backend, "chat_template", None):
             raise PolicyError(
@@ -76,6 +85,7 @@ class Tokenizer:
                     [dict(message) for message in messages],
                     tokenize=False,
                     add_generation_prompt=True,
+                    strftime_now=self._today.strftime,
                 )
             )
         except (TemplateError, TypeError, ValueError, LookupError) as error:
@@ -111,10 +121,10 @@ def tokenizer_of(config: Config) -> Tokenizer:
     `load_tokenizer` does."""
     if config.task.kind == "synthetic":
         return NoTokenizer(emulated_vocabulary(config.policy.model))
-    return load_tokenizer(config.policy)
+    return load_tokenizer(config.policy, config.task.template_date)
 
 
-def load_tokenizer(policy: PolicySection) -> Tokenizer:
+def load_tokenizer(policy: PolicySection, today: date = TEMPLATE_DATE) -> Tokenizer:
     """The tokenizer of the policy, checked against the model's vocabulary.
 
     Raises PolicyError when it cannot be loaded, or has ids that the model has no embedding for.
@@ -130,7 +140,7 @@ def load_tokenizer(policy: PolicySection) -> Tokenizer:
         trust = policy.trust_remote_code
         model = _from_pretrained("AutoConfig", policy.model, "policy.model", trust)
         vocabulary = getattr(model.get_text_config(), "vocab_size", None)
-    tokenizer = Tokenizer(backend, name, vocabulary)
+    tokenizer = Tokenizer(backend, name, vocabulary, today)
     added = set(backend.get_added_vocab().values())
     # Models of text only may share a tokenizer with added tokens for images, which no text holds.
     if vocabulary is not None and any(

@@ -6,7 +6,6 @@ them).
 """
 
 import re
-from datetime import date
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,7 @@
 """Schedules side by side: means and spread over repeated runs, timelines, and what limited a run.
 
-Invariant: every schedule's figures are compared with the ideal of its own runs' tokens, and with
-`sync` in the same repeat, so that neither luck with lengths nor a slow hour of the machine counts
-for one schedule alone.
+Every schedule's figures are compared with the ideal of its own runs' tokens, and with `sync` in the
+same repeat, so that neither lucky lengths nor a slow hour of the machine favours one schedule.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """How well a schedule kept trainer and devices busy, computed from a run's log.
 
-Invariant: every measure follows from the records of the measured steps: the `steps` committed after
-the first `warmup` ones. Times of the log are wall-clock milliseconds; an emulated second takes
+Every measure is computed from the records of the measured steps: the `steps` committed after the
+first `warmup` ones. Times of the log are wall-clock milliseconds; an emulated second takes
 `time_scale` of them. Measures named `*_seconds` are seconds of the emulated cluster.
 """
 
@@ -133,14 +133,14 @@ def measured_span(log: ScheduleLog, warmup: int, steps: int) -> Interval:
 
 
 def training_interval(created_ms: int, metrics: "dict[str, float]") -> Interval:
-    """From the begin of a step's training to its commit. The ledger's record is made once training
-    and publishing are done."""
+    """From the beginning of a step's training to its commit. The ledger's record is made once
+    training and publishing are done."""
     seconds = metrics.get("train_seconds", 0.0) + metrics.get("publish_seconds", 0.0)
     return created_ms - 1000 * seconds, float(created_ms)
 
 
 def overhead_of(log: ScheduleLog, warmup: int, steps: int, emulation: Emulation) -> Overhead:
-    """See `Overhead`; means per step but where it says median."""
+    """The `Overhead` of a step: means per step, or medians where `Overhead` says so."""
     scale = emulation.time_scale
     measured = log.steps[warmup : warmup + steps]
     commits, trainings, publications, decisions, pickups = [], [], [], [], []
@@ -217,7 +217,7 @@ def _arrivals(
 
 
 def late_share(log: ScheduleLog) -> float:
-    """Mean of what the workers say, 0 where none says it."""
+    """Mean of what the workers report; 0 if none does."""
     said = [m["emulation_late_share"] for m in log.workers.values() if "emulation_late_share" in m]
     return _mean(said)
 

@@ -1,7 +1,6 @@
 """Plots of benches as PNG files.
 
-Invariant: what is drawn stands in the figures given; matplotlib is imported when a plot is drawn
-and draws to files only.
+matplotlib is imported only when a plot is drawn.
 """
 
 from collections.abc import Mapping, Sequence

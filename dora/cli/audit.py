@@ -1,4 +1,4 @@
-"""`dora audit`: proof from the log that nothing was lost, doubled, mixed, stale or torn."""
+"""`dora audit`: proof from the log that nothing was lost, duplicated, mixed, stale or torn."""
 
 import json
 
@@ -37,10 +37,10 @@ def audit(
     If a rule was broken, prints each violation and ends with exit code 1. Works on running and
     ended runs.
     """
-    with waiting(f"reading {run}", quiet=as_json) as say:
+    with waiting(f"reading {run}", quiet=as_json) as status:
 
         def progress(topic: str, records: int) -> None:
-            say(f"reading {topic}: {records:,} records")
+            status(f"reading {topic}: {records:,} records")
 
         report = audit_run(
             cluster_settings(kafka),

@@ -25,7 +25,7 @@ def follow_supervisor() -> None:
         import ctypes
 
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    # It may have gone before the kernel was told.
+    # It may have ended before this was set.
     if os.getppid() != supervisor:
         raise SystemExit("the supervisor is gone")
     threading.Thread(target=_watch, args=(supervisor,), name="parent-watch", daemon=True).start()

@@ -1,4 +1,4 @@
-"""How the parts of a run log: to standard error, one line each, with time and level."""
+"""Logging of a run's processes: to standard error, one line each, with time and level."""
 
 import logging
 import sys

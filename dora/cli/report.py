@@ -49,10 +49,10 @@ def report(
     if compare == run:
         raise UsageError(f"--compare {compare}: a run is not compared with itself")
     path = checked_output(output if output is not None else Path(f"{run}-report.html"))
-    with waiting(f"reading {run}", quiet=as_json) as say:
+    with waiting(f"reading {run}", quiet=as_json) as status:
 
         def progress(topic: str, records: int) -> None:
-            say(f"reading {topic}: {records:,} records")
+            status(f"reading {topic}: {records:,} records")
 
         reports = [
             read_report(
@@ -65,7 +65,7 @@ def report(
             for name in (run, compare)
             if name is not None
         ]
-        say("drawing")
+        status("drawing")
         from dora.consumers.report.page import render
 
         page = render(reports)

@@ -1,7 +1,7 @@
-"""`dora bench real`: schedules against one another with vLLM and DeepSpeed on this machine.
+"""`dora bench real`: compares schedules with vLLM and DeepSpeed on this machine.
 
-Invariant: trainer and engines have processors of their own, so that no schedule gains by taking the
-other side's; every mode trains on the same prompts from the same starting policy.
+Trainer and engines have processors of their own, so that no schedule gains by taking the other
+side's. Every mode trains on the same prompts from the same starting policy.
 """
 
 import json
@@ -179,16 +179,16 @@ class RealBench:
         name = run_name(mode.name)
         config, source = self.load(mode, name, seed)
 
-        def say(text: str) -> None:
+        def report(text: str) -> None:
             click.echo(f"{mode.name}, seed {seed}, repeat {repeat + 1}: {text}", err=True)
 
-        config = find_cluster(config, self.broker_directory, say)
-        _prepare(config, source, say)
+        config = find_cluster(config, self.broker_directory, report)
+        _prepare(config, source, report)
         settings = cluster_settings(config.kafka)
         began = time.monotonic()
         measured = self.steps - self.warmup
         followed = run_steps(
-            config, source, settings, warmup=self.warmup, steps=measured, say=say,
+            config, source, settings, warmup=self.warmup, steps=measured, report=report,
             cores=self.cores, ends_by_itself=True,
         )  # fmt: skip
         log = read_schedule_log(settings, name, _READ_SECONDS)
@@ -233,7 +233,7 @@ class RealBench:
             with TopicAdmin(settings) as admin:
                 admin.delete(name)
             shutil.rmtree(config.run_directory)
-        say(
+        report(
             f"{1 / measures.step_seconds:.3f} steps/s, success {summary['success_last']:.3f} "
             f"({time.monotonic() - began:.0f} s)"
         )
@@ -337,14 +337,14 @@ def _list(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _prepare(config: Config, source: ConfigSource, say: Any) -> None:
+def _prepare(config: Config, source: ConfigSource, report: Any) -> None:
     """Make the starting policy if it is missing, before any clock runs."""
     from dora.cli.prepare import needs_preparation
     from dora.cli.run.processes import child_command, child_environment
 
     if not needs_preparation(config):
         return
-    say(f"making {config.policy.model}")
+    report(f"making {config.policy.model}")
     done = subprocess.run(
         child_command(config, source, "prepare"), env=child_environment(config), check=False,
         stdin=subprocess.DEVNULL, capture_output=True, text=True,

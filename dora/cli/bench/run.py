@@ -1,7 +1,7 @@
 """One measured run: started, followed by its ledger until enough steps are committed, ended.
 
-Invariant: when `run_steps` returns or raises, no process of the run is left. A process that dies
-ends the run with an error instead of being started again: a repaired run measures the repair.
+When `run_steps` returns or raises, no process of the run is left. A process that dies ends the run
+with an error instead of being restarted: otherwise the measurement would include the repair.
 """
 
 import re
@@ -27,10 +27,6 @@ from dora.cli.run.supervisor import ChildSpec, Supervisor
 from dora.config import Config
 from dora.errors import DeadlineError
 from dora.schemas.records import Step
-
-# How the figures of a bench are shown.
-#
-# Invariant: a figure stands with its smallest and largest value, unless these are the same.
 
 
 def figures_table(title: str, heads: Sequence[str]) -> Table:
@@ -64,7 +60,7 @@ def violations(summary: dict[str, Any]) -> Text:
     return text
 
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 Cores = Mapping[str, frozenset[int]]
 """Processors by the name of a process; `rollout` stands for every worker."""
 
@@ -81,13 +77,13 @@ class Followed:
     processor_share: float
 
 
-def find_cluster(config: Config, broker_directory: Path, say: Say) -> Config:
+def find_cluster(config: Config, broker_directory: Path, report: Report) -> Config:
     """The configuration with a cluster: the one given, or the local broker, started if need be."""
     if config.kafka.bootstrap_servers is not None:
         return config
     broker = running_broker(broker_directory)
     if broker is None:
-        say(f"starting a local Kafka broker in {broker_directory}")
+        report(f"starting a local Kafka broker in {broker_directory}")
         broker = start_broker(broker_directory)
     return with_broker(config, broker.bootstrap_servers)
 
@@ -99,7 +95,7 @@ def run_steps(
     *,
     warmup: int,
     steps: int,
-    say: Say,
+    report: Report,
     cores: Cores | None = None,
     ends_by_itself: bool = False,
 ) -> Followed:
@@ -119,7 +115,9 @@ def run_steps(
         reader.assign({(topics.steps, 0): BEGINNING})
         try:
             supervisor.start()
-            return _follow(config, supervisor, reader, warmup, warmup + steps, say, ends_by_itself)
+            return _follow(
+                config, supervisor, reader, warmup, warmup + steps, report, ends_by_itself
+            )
         finally:
             supervisor.stop(_STOP_SECONDS)
 
@@ -135,7 +133,7 @@ def _follow(
     reader: LogReader,
     warmup: int,
     target: int,
-    say: Say,
+    report: Report,
     ends_by_itself: bool,
 ) -> Followed:
     patience = config.trainer.batch_timeout_seconds + config.rollout.load_timeout_seconds
@@ -148,7 +146,7 @@ def _follow(
             if not isinstance(message.value, Step) or message.value.kind != "step":
                 continue
             done = message.value.version_out
-            say(f"step {done} of {target}")
+            report(f"step {done} of {target}")
             if done == warmup:
                 psutil.cpu_percent()  # the share is counted from here on
                 began = time.monotonic()

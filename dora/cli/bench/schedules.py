@@ -1,4 +1,4 @@
-"""`dora bench schedules`: schedules against one another on emulated devices, over real Kafka."""
+"""`dora bench schedules`: compares schedules on emulated devices, over real Kafka."""
 
 import json
 import shutil
@@ -174,16 +174,16 @@ class ScheduleBench:
         source = run_source(self.workload, plan, name, runs, self.broker_directory)
         source = replace(source, sets=(*source.sets, f"run.seed={repeat}"))
 
-        def say(text: str) -> None:
+        def report(text: str) -> None:
             click.echo(f"{schedule}, repeat {repeat + 1}: {text}", err=True)
 
         config = load_source(source, self.overrides)
-        config = find_cluster(config, self.broker_directory, say)
+        config = find_cluster(config, self.broker_directory, report)
         settings = cluster_settings(config.kafka)
         began = time.monotonic()
-        say(f"{config.rollout.workers} devices generate; {plan.warmup} steps of warm-up")
+        report(f"{config.rollout.workers} devices generate; {plan.warmup} steps of warm-up")
         followed = run_steps(
-            config, source, settings, warmup=plan.warmup, steps=self.steps, say=say
+            config, source, settings, warmup=plan.warmup, steps=self.steps, report=report
         )
         log = read_schedule_log(settings, name, _READ_SECONDS)
         measures = measure(log, plan.warmup, self.steps, plan.emulation)
@@ -202,12 +202,12 @@ class ScheduleBench:
         )
         for finding in audit.findings:
             if not partial or finding.kind != "mixed_version":
-                say(f"audit: {finding.sentence}")
+                report(f"audit: {finding.sentence}")
         if not self.keep:
             with TopicAdmin(settings) as admin:
                 admin.delete(name)
             shutil.rmtree(config.run_directory)
-        say(
+        report(
             f"{measures.step_seconds:.0f} s a step, {result.ideal_share:.3f} of the ideal "
             f"({time.monotonic() - began:.0f} s)"
         )

@@ -1,9 +1,9 @@
 """What `dora bench schedules` runs: a workload from a preset or a configuration, and what each
 schedule changes in it.
 
-Invariant: all schedules of a bench get the same devices, prompts, lengths and training; they differ
-in nothing but the schedule, its staleness bound, and how many devices generate. Every run's
-configuration is loaded, and refused if it is impossible, before the first run starts.
+All schedules of a bench get the same devices, prompts, lengths and training; only the schedule, its
+staleness bound and the number of generating devices differ. Every run's configuration is loaded and
+checked before the first run starts.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Options of `dora export` that go with some kinds of targets only, and how those are opened.
+"""Options of `dora export` for some kinds of targets, and how those targets are opened.
 
-Invariant: an option that the chosen kind does not have is refused, not ignored.
+An option that the chosen kind does not have is refused, not ignored.
 """
 
 import functools

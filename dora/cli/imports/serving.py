@@ -42,10 +42,12 @@ def serve_files(
         new = admin.create(topic_plan(config), exist_ok=True)
     source = ConfigSource(config_path, sets, broker_directory)
     command = ["dora", "train", *source.arguments(config)]
-    say = sys.stderr if as_json else sys.stdout
+    stream = sys.stderr if as_json else sys.stdout
     made = f"made the topics of {recording.name}; " if new else ""
-    click.echo(f"{made}start its trainer beside this command:\n  {shlex.join(command)}", file=say)
-    say.flush()
+    click.echo(
+        f"{made}start its trainer beside this command:\n  {shlex.join(command)}", file=stream
+    )
+    stream.flush()
     server = ReplayServer(recording, config, settings, speed=math.inf, wait=wait)
     report = server.serve(stop_on_signals())
     if as_json:

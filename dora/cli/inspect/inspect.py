@@ -1,4 +1,4 @@
-"""`dora inspect`: a run's trajectories as a table, and one of them or a group as people read it."""
+"""`dora inspect`: a run's trajectories as a table; one trajectory or one group in full."""
 
 import json
 from pathlib import Path

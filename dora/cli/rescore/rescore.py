@@ -1,4 +1,4 @@
-"""`dora rescore`: what another verifier would have said of the responses in a run's log."""
+"""`dora rescore`: how another verifier would have scored the responses in a run's log."""
 
 import contextlib
 import dataclasses
@@ -124,12 +124,12 @@ def rescore(
     task.verifier_timeout_seconds. Nothing is written to the run.
     """
     steps = None if span is None else parse_steps(span)
-    with waiting(f"reading {run}", quiet=as_json) as say:
+    with waiting(f"reading {run}", quiet=as_json) as status:
         log = RunLog(cluster_settings(kafka), run, deadline=timeout)
         config = recorded_config(log.started, kafka, config_file, sets)
         threshold = config.task.success_threshold if threshold is None else threshold
         selection = select(log, version, steps, limit)
-        say(f"loading the task and the verifier of {run}")
+        status(f"loading the task and the verifier of {run}")
         task = create_task(config, tokenizer_of(config))
         processes = jobs or len(os.sched_getaffinity(0))
         scorer = open_scorer(config, verifier, processes, Path.cwd())
@@ -142,7 +142,7 @@ def rescore(
                     if file is not None:
                         file.write(json.dumps(_line(each, score)) + "\n")
                     if len(rows) % 100 == 0:
-                        say(f"scoring: {len(rows):,} of {len(selection.logged):,}")
+                        status(f"scoring: {len(rows):,} of {len(selection.logged):,}")
             seconds = time.monotonic() - begun
         finally:
             scorer.close()

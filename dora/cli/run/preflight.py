@@ -110,7 +110,7 @@ def _model(config: Config) -> Iterator[Check]:
 
 
 class _Words:
-    """Stands in for the tokenizer of a model that is not made yet: a word is a token."""
+    """Replaces the tokenizer of a model that is not made yet: a word is a token."""
 
     def encode(self, text: str, *, special_tokens: bool = True) -> tuple[int, ...]:
         return tuple(range(len(re.findall(r"\S+", text))))
@@ -152,7 +152,7 @@ def _libraries(config: Config) -> Iterator[Check]:
 
 
 def _watching(config: Config) -> Iterator[Check]:
-    """Trackers and traces that were asked for and need packages of their own."""
+    """Configured trackers and traces that need packages of their own."""
     from dora.telemetry.trackers import missing
 
     for package in ("wandb", "mlflow"):

@@ -1,4 +1,4 @@
-"""`dora simulate`: schedules in virtual time, and advice which to use."""
+"""`dora simulate`: schedules in virtual time, and advice which one to use."""
 
 import json
 import os

@@ -1,8 +1,7 @@
-"""What `dora simulate` simulates: a workload from a preset or a configuration, on as many devices
-as are asked for.
+"""What `dora simulate` simulates: a workload from a preset or a configuration, resized to the
+given devices and groups.
 
-Invariant: the work of a step and its training follow one another: with more groups training takes
-longer in proportion, on more devices it takes less.
+Training takes longer with more groups and less with more devices, both in proportion.
 """
 
 from collections.abc import Callable, Sequence

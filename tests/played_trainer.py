@@ -15,10 +15,9 @@ from dora.bus.settings import ClusterSettings, cluster_settings
 from dora.bus.topics import RunTopics, TopicAdmin, topic_plan
 from dora.bus.transactions import TransactionalWriter
 from dora.bus.writer import LogWriter
-from dora.config import Config
+from dora.config import Config, window_of
 from dora.core.ring import slot, slot_partitions
 from dora.core.state import RunState, finished_facts
-from dora.core.window import Window
 from dora.producers.coordinator.coordinator import Coordinator
 from dora.producers.engines import Engine, create_engine
 from dora.producers.tasks.base import Prompt, Task
@@ -83,7 +82,7 @@ class Cluster:
         self.reader.assign({(name, p): -2 for name, count in plan.items() for p in range(count)})
         self.seen: list[tuple[str, int, int, Record]] = []
         self.state = RunState(
-            Window(config.window.max_staleness, config.window.groups_per_step),
+            window_of(config),
             config.window.group_size,
         )
         self.sequence = 0

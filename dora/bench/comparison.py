@@ -18,8 +18,8 @@ from dora.bench.measures import (
     merged,
     training_interval,
 )
-from dora.core.processes import LATE_LIMIT
 from dora.log.schedule_log import ScheduleLog
+from dora.simulation.device import LATE_LIMIT
 
 COLUMNS = (
     "step_seconds",

@@ -20,6 +20,7 @@ from dora.config.section import Section
 from dora.config.task import TaskSection
 from dora.config.trainer import RecoverySection, TrainerSection, check_streaming
 from dora.config.window import ScheduleSection, WindowSection
+from dora.core.window import Window
 
 __all__ = [
     "Config",
@@ -28,6 +29,7 @@ __all__ = [
     "RunSection",
     "TaskSection",
     "WindowSection",
+    "window_of",
 ]
 
 BYTES_PER_TOKEN = 16
@@ -211,3 +213,9 @@ class Config(Section):
             if url is not None and "@" in url:
                 data[section][key] = re.sub(r"(?<=://)[^/]*@", "", url)
         return data
+
+
+def window_of(config: Config) -> Window:
+    """The window of a run, its budget of tokens included."""
+    section = config.window
+    return Window(section.max_staleness, section.groups_per_step, section.tokens_per_step)

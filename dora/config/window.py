@@ -1,10 +1,11 @@
 """The sections `window` and `schedule`: how stale a group may get, and what is generated when."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
 from dora.config.section import Positive, Section
+from dora.core.scheduling.schedules import ScheduleKind
 
 
 class WindowSection(Section):
@@ -31,7 +32,7 @@ class WindowSection(Section):
 class ScheduleSection(Section):
     """Schedule of rollout and training, and the balancing of work over workers."""
 
-    kind: Literal["dora", "sync", "one-step-off", "partial"] = "dora"
+    kind: ScheduleKind = "dora"
     """`dora`: several versions generate at once, each trajectory by one of them. For comparison:
     `sync` generates a batch, then trains it; `one-step-off` generates the next batch while one is
     trained; `partial` interrupts trajectories at each update and goes on with the new weights,

@@ -25,19 +25,3 @@ def allowed_silence(
     if switching or status.loading >= 0 or status.state in PATIENT:
         return max(load_timeout, heartbeat_timeout)
     return heartbeat_timeout
-
-
-LATE_LIMIT = 0.05
-"""Largest share of the responses' time by which they may be reported too late."""
-
-
-def emulation_warning(share: float | None) -> str | None:
-    """A warning about this lateness (`emulation_late_share`); None if the emulation keeps up, or
-    nothing is emulated."""
-    if share is None or share <= LATE_LIMIT:
-        return None
-    return (
-        f"emulated responses are reported {share:.0%} of their time too late (at most "
-        f"{LATE_LIMIT:.0%} is sound): this machine, not the schedule, sets the pace; raise "
-        "rollout.emulated.time_scale or rollout.chunk_tokens"
-    )

@@ -19,10 +19,9 @@ from dora.bus.reader import BEGINNING, LogReader, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
-from dora.config import Config
+from dora.config import Config, window_of
 from dora.core.ring import JOURNAL, slot_partitions, version_starts
 from dora.core.state import RunState
-from dora.core.window import Window
 from dora.errors import DeadlineError, FencedError, RunError
 from dora.schemas.records import GroupRef, Policy, RunStarted, Step
 from dora.telemetry.meter import meter
@@ -123,9 +122,7 @@ def _remember(history: History, step: Step, available: Collection[str]) -> None:
 
 def new_state(config: Config) -> RunState:
     """The state of a run before the first record of its log."""
-    sizes = config.window
-    window = Window(sizes.max_staleness, sizes.groups_per_step, sizes.tokens_per_step)
-    return RunState(window, config.window.group_size, config.task.success_threshold)
+    return RunState(window_of(config), config.window.group_size, config.task.success_threshold)
 
 
 def resume(state: RunState, history: History) -> None:

@@ -18,6 +18,22 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
+LATE_LIMIT = 0.05
+"""Largest share of the responses' time by which they may be reported too late."""
+
+
+def emulation_warning(share: float | None) -> str | None:
+    """A warning about this lateness (`emulation_late_share`); None if the emulation keeps up, or
+    nothing is emulated."""
+    if share is None or share <= LATE_LIMIT:
+        return None
+    return (
+        f"emulated responses are reported {share:.0%} of their time too late (at most "
+        f"{LATE_LIMIT:.0%} is sound): this machine, not the schedule, sets the pace; raise "
+        "rollout.emulated.time_scale or rollout.chunk_tokens"
+    )
+
+
 # What an iteration of an emulated accelerator costs, and the formula for many of them.
 #
 # Invariant: `Epoch.end(k)` is the sum of the costs of `k` iterations in which the batch does not

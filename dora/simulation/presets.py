@@ -10,9 +10,8 @@ others give `R` to rollout and the rest to training, which then takes `T * N / (
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
 
-ScheduleKind = Literal["dora", "sync", "one-step-off", "partial"]
+from dora.core.scheduling.schedules import ScheduleKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ import pytest
 
 from dora.bus import ClusterSettings, RunTopics
 from dora.consumers.audit import audit_run
-from dora.core.processes import emulation_warning
 from dora.errors import DoraError
 from dora.schemas.records import Status
+from dora.simulation.device import emulation_warning
 from tests.processes import statuses
 from tests.small_run import dora
 

@@ -15,7 +15,7 @@ from dora.core.scheduling.workers import WorkerState
 from dora.core.state import RunState
 from dora.schemas.records import Command, Status
 
-Kind = Literal["dora", "sync", "one-step-off", "partial"]
+ScheduleKind = Literal["dora", "sync", "one-step-off", "partial"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Schedule:
     `adapters`: workers host every live version at once.
     """
 
-    kind: Kind = "dora"
+    kind: ScheduleKind = "dora"
     colocated: bool = False
     migration: bool = True
     rebalance_seconds: float = 10.0

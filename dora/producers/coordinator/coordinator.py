@@ -17,14 +17,13 @@ from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
 from dora.bus.writer import LogWriter
-from dora.config import Config
+from dora.config import Config, window_of
 from dora.core.processes import GONE
 from dora.core.ring import JOURNAL, partition, trajectory_id, worker_partition
 from dora.core.scheduling.coordination import Coordination
 from dora.core.scheduling.records import DecisionRecords
 from dora.core.scheduling.scheduler import Decision, Rules
 from dora.core.scheduling.schedules import Schedule
-from dora.core.window import Window
 from dora.errors import DeadlineError
 from dora.log.status_reporter import StatusReporter
 from dora.producers.coordinator.log_follower import LogFollower
@@ -50,10 +49,10 @@ STOP_SECONDS = 30.0
 
 def rules_of(config: Config) -> Rules:
     """What of `config` the coordination decides by."""
-    window, rollout = config.window, config.rollout
+    rollout = config.rollout
     return Rules(
-        window=Window(window.max_staleness, window.groups_per_step, window.tokens_per_step),
-        group_size=window.group_size,
+        window=window_of(config),
+        group_size=config.window.group_size,
         steps=config.trainer.steps,
         success_threshold=config.task.success_threshold,
         heartbeat_timeout=rollout.heartbeat_timeout_seconds,

@@ -27,11 +27,10 @@ from zlib import crc32
 
 from dora.config import Config
 from dora.config.emulation import EmulatedSection
-from dora.core.processes import emulation_warning
 from dora.errors import DoraError, PolicyError
 from dora.producers.engines.base import Delta, Engine, Request, complete, refusal
 from dora.schemas.records import FinishReason
-from dora.simulation.device import Device, DeviceSpec, Progress
+from dora.simulation.device import Device, DeviceSpec, Progress, emulation_warning
 from dora.simulation.lengths import Lengths
 from dora.weights.models import vocabulary_of
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dora.config import Config
-from dora.core.window import Window
+from dora.config import Config, window_of
 from dora.errors import CanaryError, DeadlineError, MissingWeightsError
 from dora.producers.engines.base import Engine
 from dora.schemas.records import Policy, unpack_logprobs, unpack_tokens
@@ -127,7 +126,7 @@ class Hosting:
         self._engine = engine
         self._installer = installer
         self._clock = clock
-        self._window = Window(config.window.max_staleness, config.window.groups_per_step)
+        self._window = window_of(config)
         self._policies: dict[int, Policy] = {}
         self._orders: dict[int, float] = {}  # versions to load: until when their records may come
 

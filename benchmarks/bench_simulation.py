@@ -56,7 +56,7 @@ def measure(workers: int, steps: int = 3) -> str:
         f"{events / took:8.0f} events/s {took / events * 1e6:6.0f} us/event  "
         f"decide: {result.decisions} x {deciding / result.decisions * 1e3:.2f} ms, "
         f"longest {longest * 1e3:.1f} ms  {result.seconds / took:7.0f} x real time  "
-        f"{memory:.0f} MiB  violations {result.violations.total}"
+        f"{memory:.0f} MiB  violations {result.violations}"
     )
 
 

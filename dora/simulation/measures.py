@@ -1,92 +1,78 @@
-"""What a simulation yields: measures of the schedule, a timeline, and the three rules checked.
+"""What a simulation yields: measures of the schedule, a timeline, and the three rules checked."""
 
-Invariant: the check sees the records alone, as the audit does: who decided wrongly does not judge
-himself.
-"""
-
+import json
 from dataclasses import dataclass, field
 
-from dora.core.window import Window
-from dora.schemas.records import Admission, Command, Record, Step, Trajectory
+from dora.core.audit.audit import Audit
+from dora.core.audit.starts import StartCheck
+from dora.core.scheduling.scheduler import Rules
+from dora.schemas.records import Admission, Policy, Record, RunStarted, Step, Trajectory
+from dora.simulation.records import RUN
 
-# How many versions had unfinished work at the same time.
-#
-# Invariant: a version counts from the moment its first group starts until its last trajectory is
-# finished. Times are those in the records (Unix milliseconds), so clocks of different machines
-# that disagree blur the result by as much.
-
-
-@dataclass(slots=True)
-class Violations:
-    """Counts of what must not be; `mixed_version` counts under `partial`, too, where it is meant
-    to be."""
-
-    lost: int = 0
-    duplicated: int = 0
-    mixed_version: int = 0
-    stale: int = 0
-    incomplete_group: int = 0
-    beyond_window: int = 0
-    started_twice: int = 0
-
-    @property
-    def total(self) -> int:
-        """All but mixed versions."""
-        return (
-            self.lost
-            + self.duplicated
-            + self.stale
-            + self.incomplete_group
-            + self.beyond_window
-            + self.started_twice
-        )
+_RING = _LANES = 1  # a simulated log has one partition
 
 
-class LogCheck:
-    """Checks C1, C2 and C3 over the records of a simulated run, in the order of their writing."""
+class RunCheck:
+    """Checks a simulated run by its records alone, in the order of their writing, with the audit.
 
-    def __init__(self, window: Window) -> None:
-        self.violations = Violations()
-        self._window = window
-        self._sizes: dict[str, int] = {}  # of outstanding groups
-        self._finished: dict[str, set[int]] = {}
-        self._attempts: dict[str, int] = {}
+    The audit wants to know which trajectories the ledger names before it sees them, so those of a
+    group wait for its step.
+    """
 
-    def take(self, record: Record) -> None:
-        """Look at a record of the log."""
-        violations = self.violations
+    def __init__(self, rules: Rules) -> None:
+        window = rules.window
+        identity = {"window": {"tokens_per_step": window.tokens_per_step}}
+        behind = window.max_staleness if rules.schedule.fills else 0
+        self._starts = StartCheck(window.capacity, behind)
+        self._faults = 0
+        self._audit = Audit(chunks=False)
+        self._waiting: dict[str, list[tuple[Trajectory, int]]] = {}
+        started = RunStarted(
+            RUN, "", "", json.dumps(identity), window.max_staleness, window.groups_per_step,
+            rules.group_size, _RING, _LANES, "", {}, 0,
+        )  # fmt: skip
+        self._audit.feed(started, "steps", 0, 0)
+        self._announce(0)
+
+    def handle(self, record: Record, offset: int) -> None:
+        """Check the next record of the log; trajectories are at `offset`."""
+        self._faults += self._starts.fault(record) is not None
         match record:
             case Trajectory():
-                if any(run.version != record.policy_version for run in record.version_runs):
-                    violations.mixed_version += 1
-                self._finished.setdefault(record.group_id, set()).add(record.sample)
-                self._attempts.pop(record.trajectory_id, None)
-            case Command(kind="start"):
-                if self._attempts.get(record.trajectory_id, -1) >= record.attempt:
-                    violations.started_twice += 1
-                self._attempts[record.trajectory_id] = record.attempt
-            case Admission(purpose="train"):
-                if record.group_id in self._sizes:
-                    violations.duplicated += 1
-                self._sizes[record.group_id] = record.group_size
-                if len(self._sizes) > self._window.capacity:
-                    violations.beyond_window += 1
+                waiting = self._waiting.get(record.group_id)
+                if waiting is None:  # an evaluation, or too late to count
+                    self._audit.feed(record, "trajectories", 0, offset)
+                else:
+                    waiting.append((record, offset))
+            case Admission():
+                self._audit.feed(record, "dispatch", 0, offset)
+                if record.purpose == "train":
+                    self._waiting.setdefault(record.group_id, [])
             case Step():
+                self._announce(record.version_out)
+                self._audit.feed(record, "steps", 0, offset)
                 for group in record.trained:
-                    size = self._sizes.pop(group.group_id, None)
-                    if size is None:
-                        violations.duplicated += 1
-                    elif len(self._finished.pop(group.group_id, ())) != size:
-                        violations.incomplete_group += 1
-                    if record.version_in - group.version > self._window.max_staleness:
-                        violations.stale += 1
+                    self._feed(self._waiting.pop(group.group_id, []))
             case _:
                 pass
 
-    def end(self, outstanding: int) -> Violations:
-        """All records were seen; `outstanding` groups are known to whoever decides."""
-        self.violations.lost += max(0, len(self._sizes) - outstanding)
-        return self.violations
+    def end(self, outstanding: int) -> tuple[int, int]:
+        """All records were seen, and the coordinator knows of `outstanding` groups: how often a
+        rule was broken, and how many trajectories hold tokens of several versions."""
+        for trajectories in self._waiting.values():
+            self._feed(trajectories)
+        report = self._audit.report()
+        mixed = report.violations["mixed_version"]
+        forgotten = max(0, report.groups_outstanding - outstanding)
+        return sum(report.violations.values()) - mixed + forgotten + self._faults, mixed
+
+    def _feed(self, trajectories: list[tuple[Trajectory, int]]) -> None:
+        for record, offset in trajectories:
+            self._audit.feed(record, "trajectories", 0, offset)
+
+    def _announce(self, version: int) -> None:
+        policy = Policy(RUN, version, "full", "", (), "", b"", b"", (), 0)
+        self._audit.feed(policy, "policies", 0, version)
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from dora.core.scheduling.prefixes import Prefix
 from dora.core.scheduling.records import DecisionRecords
 from dora.schemas.records import Admission, Command, Record, RunStarted, Step, Trajectory
 from dora.simulation.bus import Events, Mailbox
-from dora.simulation.measures import Interval, LogCheck, Tally, TrainedStep, Violations
+from dora.simulation.measures import Interval, RunCheck, Tally, TrainedStep
 from dora.simulation.records import RUN, SAMPLING
 from dora.simulation.scenario import Scenario
 from dora.simulation.trainer import SimulatedTrainer
@@ -41,6 +41,8 @@ class Simulated:
     - `moves`, `switches`: trajectories moved and versions loaded, per step.
     - `refused`: starts that reached a worker which did not host the version.
     - `slots_used`: mean share of the slots that hold a sequence.
+    - `violations`: how often a rule was broken, in the whole run, but for `mixed_version`: how many
+      trajectories hold tokens of several versions, as is meant under `partial`.
     - `events`, `decisions`: how much the simulation had to do, from its start.
     - `timeline`: which worker hosted what (clusters of up to 256 workers).
     """
@@ -57,7 +59,8 @@ class Simulated:
     switches: float
     refused: int
     slots_used: float
-    violations: Violations
+    violations: int
+    mixed_version: int
     events: int
     decisions: int
     trajectories: int
@@ -90,7 +93,7 @@ class Simulation:
         self._records = DecisionRecords(
             RUN, scenario.rules.group_size, SAMPLING, lambda: int(self.events.now * 1000)
         )
-        self._check = LogCheck(scenario.rules.window)
+        self._check = RunCheck(scenario.rules)
         self._written = 0
         self._trajectories = 0
         self._chunks = ChunkLog({}, {})
@@ -144,14 +147,14 @@ class Simulation:
         match record:
             case Trajectory():
                 self._trajectories += 1
-                self._check.take(record)
+                self._check.handle(record, self._written)
                 self._trainer.inbox.put(record, self._written)
                 self._inbox.put(record, self._written)
             case Admission():
-                self._check.take(record)
+                self._check.handle(record, self._written)
                 self._trainer.inbox.put(record, self._written)
             case Step():
-                self._check.take(record)
+                self._check.handle(record, self._written)
                 self._inbox.put(record, self._written)
                 for worker in self._workers:
                     worker.announced(record.version_out)
@@ -178,7 +181,7 @@ class Simulation:
         commands: dict[str, list[Command]] = {}
         for record in records:
             if isinstance(record, Command):
-                self._check.take(record)
+                self._check.handle(record, self._written)
                 commands.setdefault(record.worker, []).append(record)
             else:
                 self._write(record)
@@ -215,6 +218,7 @@ class Simulation:
         staleness = [each for step in measured for each in step.staleness]
         idle = sum(step.began_at - step.waited_at for step in measured)
         slots = scenario.workers * scenario.slots
+        violations, mixed = self._check.end(self.core.state.outstanding_total)
         return Simulated(
             steps=steps,
             warmup=scenario.warmup,
@@ -228,7 +232,8 @@ class Simulation:
             switches=tally.switches / len(measured),
             refused=tally.refused,
             slots_used=tally.running.integral / span / slots,
-            violations=self._check.end(self.core.state.outstanding_total),
+            violations=violations,
+            mixed_version=mixed,
             events=self.events.count,
             decisions=self.decisions,
             trajectories=self._trajectories,

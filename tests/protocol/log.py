@@ -12,7 +12,8 @@ from typing import Literal
 
 from dora.core.audit.audit import Audit
 from dora.core.audit.report import AuditReport
-from dora.schemas.records import Admission, Command, Policy, Record, RunStarted, Step
+from dora.core.audit.starts import StartCheck
+from dora.schemas.records import Policy, Record, RunStarted, Step
 
 RUN = "r"
 JOURNAL = (f"{RUN}.dispatch", 0)
@@ -58,16 +59,11 @@ class Reader:
 
 @dataclass
 class SimulatedLog:
-    """The log, with the counts that the window's rules are about."""
+    """The log; `starts` checks what is committed."""
 
-    capacity: int
+    starts: StartCheck
     partitions: dict[Place, list[Record | None]] = field(default_factory=dict)
     epochs: dict[str, int] = field(default_factory=dict)
-    outstanding: int = 0
-    started: set[tuple[str, int]] = field(default_factory=set)  # attempts
-    journal_version: int = 0
-    behind: int = 0  # how far the journal's versions may go back
-    next_ordinal: int = 0
 
     def end(self, place: Place) -> int:
         """Offset of the next record."""
@@ -95,7 +91,8 @@ class SimulatedLog:
         self.check(transactional_id, epoch)
         records = list(records)
         for _, record in records:
-            self._check(record)
+            fault = self.starts.fault(record)
+            assert fault is None, fault
         touched: dict[Place, None] = {}
         for place, record in records:
             self.append(place, record)
@@ -107,27 +104,6 @@ class SimulatedLog:
         """A transaction that was not committed leaves offsets that hold nothing."""
         for place, _ in records:
             self.partitions.setdefault(place, []).append(None)
-
-    def _check(self, record: Record) -> None:
-        """What the audit does not look at: the admission rule itself, and attempt numbers."""
-        match record:
-            case Admission(purpose="train"):
-                self.outstanding += 1
-                assert self.outstanding <= self.capacity, "admitted beyond the window"
-                assert record.ordinal == self.next_ordinal, "prompt skipped or repeated"
-                assert record.policy_version >= self.journal_version - self.behind, (
-                    "journal went back"
-                )
-                self.next_ordinal += 1
-                self.journal_version = max(self.journal_version, record.policy_version)
-            case Command(kind="start"):
-                attempt = record.trajectory_id, record.attempt
-                assert attempt not in self.started, f"attempt {attempt} started twice"
-                self.started.add(attempt)
-            case Step():
-                self.outstanding -= len(record.trained) + len(record.set_aside)
-            case _:
-                pass
 
     @property
     def newest(self) -> int:

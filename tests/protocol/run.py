@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from dora.core.audit.starts import StartCheck
 from dora.core.scheduling.records import DecisionRecords
 from dora.core.scheduling.scheduler import Rules
 from dora.core.scheduling.schedules import Schedule
@@ -41,9 +42,9 @@ class ModelRun:
         self.now = 0.0
         self.made = 0
         self.window = Window(staleness, batch)
-        self.log = SimulatedLog((staleness + 1) * batch)
+        behind = staleness if schedule is not None and schedule.fill_older else 0
+        self.log = SimulatedLog(StartCheck((staleness + 1) * batch, behind))
         self.group, self.steps, self.compacted = group, steps, compacted
-        self.log.behind = staleness if schedule is not None and schedule.fill_older else 0
         self.rules = Rules(
             self.window, group, steps, 1.0, HEARTBEAT_TIMEOUT, LOAD_TIMEOUT, MAX_ATTEMPTS,
             2 * evaluations, evaluations, schedule or Schedule(rebalance_seconds=3.0),

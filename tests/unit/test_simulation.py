@@ -50,8 +50,7 @@ def uneven(identity: str, ordinal: int) -> int:
 
 def clean(result: Simulated, *, mixed: bool = False) -> bool:
     """Whether nothing happened that must not happen."""
-    violations = result.violations
-    return violations.total == 0 and (mixed or violations.mixed_version == 0)
+    return result.violations == 0 and (mixed or result.mixed_version == 0)
 
 
 def test_a_synchronous_step_takes_one_generation_one_load_and_one_training() -> None:
@@ -105,7 +104,7 @@ def test_partial_interrupts_at_each_version_and_mixes_versions_in_a_trajectory()
     result = simulate(
         scenario(1, kind="partial", colocated=True, interrupts=True, lengths=uneven, steps=8)
     )
-    assert result.violations.mixed_version > 0
+    assert result.mixed_version > 0
     assert clean(result, mixed=True)
 
 
@@ -283,3 +282,22 @@ def test_no_workload_and_no_loss_of_workers_breaks_a_rule(
     assert clean(result, mixed=kind == "partial")
     assert result.staleness_max <= bound
     assert len(result.steps) == 5
+
+
+def test_a_simulated_run_that_breaks_a_rule_is_found_out() -> None:
+    def checked(*records: Record) -> tuple[int, int]:
+        check = RunCheck(Rules(Window(0, 1), group_size=1, steps=2, heartbeat_timeout=10.0))
+        for offset, record in enumerate(records):
+            check.handle(record, offset)
+        return check.end(outstanding=0)
+
+    first, second = admission(0, 0), admission(1, 1)
+    one = replace(trajectory(first), version_runs=())
+    named = step(0, 0, [first], {one.trajectory_id: (0, 1)})
+    assert checked(first, one, named) == (0, 0)
+    assert checked(first)[0] == 1, "the coordinator forgot the group"
+    assert checked(first, named)[0] == 1, "trained without its trajectory"
+    assert checked(first, one, named, replace(named, sequence=1, version_in=1, version_out=2))[0]
+    assert checked(first, second)[0] > 2, "beyond the window"
+    mixed = replace(one, version_runs=(VersionRun(0, 1), VersionRun(1, 1)))
+    assert checked(first, mixed, named) == (0, 1)

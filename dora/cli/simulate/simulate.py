@@ -252,8 +252,8 @@ def _sync_seconds(verdicts: Sequence[Verdict]) -> float | None:
 
 def _violations(verdict: Verdict) -> int:
     """All that are not meant to be: `partial` mixes versions by design."""
-    found = verdict.simulated.violations
-    return found.total + (found.mixed_version if verdict.variant.kind != "partial" else 0)
+    found = verdict.simulated
+    return found.violations + (found.mixed_version if verdict.variant.kind != "partial" else 0)
 
 
 def _object(workload: Workload, verdicts: Sequence[Verdict], parts: int) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def _object(workload: Workload, verdicts: Sequence[Verdict], parts: int) -> dict
                 "switches": verdict.simulated.switches * parts,
                 "slots_used_share": verdict.simulated.slots_used,
                 "violations": _violations(verdict),
-                "mixed_version": verdict.simulated.violations.mixed_version,
+                "mixed_version": verdict.simulated.mixed_version,
             }
             for verdict in verdicts
         },

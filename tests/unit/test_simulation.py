@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from dora.core.scheduling.scheduler import Rules
 from dora.core.scheduling.schedules import Schedule
 from dora.core.window import Window
+from dora.schemas.records import Record, VersionRun
 from dora.simulation.device import DeviceSpec
+from dora.simulation.measures import RunCheck
 from dora.simulation.scenario import Change, Scenario
 from dora.simulation.simulator import Simulated, Simulation, Stuck, simulate
+from tests.factories import admission, step, trajectory
 
 
 def scenario(bound: int = 0, **changes: object) -> Scenario:
@@ -291,13 +294,13 @@ def test_a_simulated_run_that_breaks_a_rule_is_found_out() -> None:
             check.handle(record, offset)
         return check.end(outstanding=0)
 
-    first, second = admission(0, 0), admission(1, 1)
-    one = replace(trajectory(first), version_runs=())
-    named = step(0, 0, [first], {one.trajectory_id: (0, 1)})
+    first, second = (admission(n, n, group_size=1) for n in range(2))
+    one = trajectory(first)
+    named = replace(step(0, 0, [first], {one.trajectory_id: (0, 1)}), weights_checksum="")
     assert checked(first, one, named) == (0, 0)
     assert checked(first)[0] == 1, "the coordinator forgot the group"
     assert checked(first, named)[0] == 1, "trained without its trajectory"
     assert checked(first, one, named, replace(named, sequence=1, version_in=1, version_out=2))[0]
     assert checked(first, second)[0] > 2, "beyond the window"
-    mixed = replace(one, version_runs=(VersionRun(0, 1), VersionRun(1, 1)))
+    mixed = replace(one, version_runs=(VersionRun(0, 1), VersionRun(1, 2)))
     assert checked(first, mixed, named) == (0, 1)

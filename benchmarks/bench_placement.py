@@ -60,7 +60,7 @@ class Cluster:
         self.ready: list[Admission] = []
         self.steps = 0
         self.offset = 0
-        self.core.take(RunStarted("r", "", "", "", 3, 1, GROUP, 5, 1, "", {}, 0), 0, 0, now=0.0)
+        self.core.handle(RunStarted("r", "", "", "", 3, 1, GROUP, 5, 1, "", {}, 0), 0, 0, now=0.0)
 
     def event(self, kind: str, *records: Record) -> None:
         """Takes records, decides, commits; the workers do at once what they are told."""
@@ -68,7 +68,7 @@ class Cluster:
         began = time.thread_time()
         for record in records:
             self.offset += 1
-            self.core.take(record, 0, self.offset, now=self.now)
+            self.core.handle(record, 0, self.offset, now=self.now)
         decision = self.core.decide(self.now)
         spent = time.thread_time() - began
         made = self.records(decision)

@@ -7,7 +7,7 @@ trainer may be ahead: since `n` it may have taken `l` batches of `B` groups that
 not seen, or that were chosen before the trainer saw this admission. They hold groups of the journal
 before it only, so `l <= x / B`, and of versions `<= j` they leave at most `min(x(j), x - l * B)`.
 
-Invariant: a group is admitted under `v` only if for every such `l` and every version `j >= v` (`j`
+a group is admitted under `v` only if for every such `l` and every version `j >= v` (`j`
 up to `n`) one more than that is at most `(j + K + 1 - n - l) * B`: what the window's rule lets
 outlive the batches so far. So the trainer's rule, kept on what it saw, is kept with this group too.
 (`tests/unit/test_filling_state_space.py` searches all interleavings.) A step of fewer than `B`

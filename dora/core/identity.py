@@ -61,8 +61,8 @@ def success_threshold(recorded: str) -> float:
 
 
 def _section(recorded: str, name: str) -> Mapping[str, Any]:
-    """A section of a recorded identity; empty where it is not recorded or not readable: whoever
-    compares configurations says so."""
+    """A section of a recorded identity; empty where it is not recorded or not readable (the
+    comparison of configurations reports that)."""
     try:
         section = json.loads(recorded).get(name)
     except (ValueError, AttributeError):

@@ -1,6 +1,6 @@
-"""The fold over a run's log that coordinator, trainer, status and display share.
+"""What a run's log says so far: the state that coordinator, trainer, status and display share.
 
-Invariant: what the fold holds depends on the records seen, not on how the topics interleave. Each
+It depends on the records seen, not on how the topics interleave. Each
 topic (each partition of trajectories) is fed in its own order; a trajectory seen before its group's
 admission waits for it, and a group that the ledger names before its admission is never outstanding.
 A trajectory is finished by the first record in its partition with the version of its group; later
@@ -42,7 +42,7 @@ Outcome = Literal["counted", "duplicate", "late", "foreign", "unknown"]
 
 
 class RunState:
-    """Everything the parts of a run must know to decide, folded from the log.
+    """Everything the parts of a run must know to decide, as the log says.
 
     Feed RunStarted to `start`, Steps to `commit`, the journal to `admit`, trajectories to `finish`.
     A ValueError means that the log contradicts itself and names the record. With `lasting` records
@@ -125,13 +125,13 @@ class RunState:
         self.newest = max(self.newest, 0)
 
     def begin_at(self, version: int) -> None:
-        """The fold begins with the ledger entries of the step that made `version`.
+        """The state begins with the ledger entries of the step that made `version`.
 
         For whoever knows that every group of an older version is closed: such groups are not
         followed, and counters and evaluations count from here on. ValueError once records were fed.
         """
         if self.newest >= 0 or self.last_step is not None or self.next_ordinal:
-            raise ValueError("a fold can only begin before its first record")
+            raise ValueError("a state can only begin before its first record")
         self._floor = version
         self.newest = version - 1
 

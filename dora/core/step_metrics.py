@@ -1,7 +1,4 @@
-"""Numbers of a run that follow from its steps' metrics.
-
-Invariant: pure, and the same for whoever shows a run: the live view, the summary and the report.
-"""
+"""Numbers of a run from its steps' metrics, for the live view, the summary and the report."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

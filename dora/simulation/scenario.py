@@ -1,6 +1,6 @@
 """From a workload and a schedule to a scenario: what `dora simulate` simulates.
 
-Invariant: all schedules of a workload get the same devices, prompts, lengths and training; they
+All schedules of a workload get the same devices, prompts, lengths and training; they
 differ in nothing but the schedule, its staleness bound, and how many devices generate. A workload
 that can never fit is refused before anything is simulated, with the numbers.
 """
@@ -17,10 +17,6 @@ from dora.core.window import Window
 from dora.simulation.device import DeviceSpec
 from dora.simulation.lengths import Lengths
 from dora.simulation.presets import Preset, ScheduleVariant
-
-# What a simulation is of: devices, work, schedule, and what happens to the workers meanwhile.
-#
-# Invariant: a scenario determines its simulation; two runs of the same one give the same result.
 
 LengthOf = Callable[[str, int], int]
 """Response length in tokens of the trajectory with this id, of the prompt at this ordinal."""
@@ -46,7 +42,7 @@ class Scenario:
     - `interrupts`: the schedule `partial`, in which attempts go on over a switch of versions.
     - `adapters`: versions that a worker hosts at once; 0 for one at a time, with full weights.
     - The simulation ends when `steps` steps are committed; the first `warmup` are not measured.
-    - `control_seconds`: from an event to whoever is told of it, and from a command to its effect.
+    - `control_seconds`: from an event to its readers, and from a command to its effect.
       `tick_seconds`: decisions are made at multiples of it; 0 decides at once.
     - `heartbeat_seconds`: between two statuses of a worker.
     - `patience_seconds`: without a step for this long, the run is taken for stuck.

@@ -1,7 +1,7 @@
 """A whole run in virtual time: the real core decides, models carry it out.
 
-Invariant: coordination, fold, batch rule and placement are those of a real run, fed with the same
-records; only engines, training and the way of the records are models. Nothing is random: a scenario
+Coordination, state, batch rule and placement are those of a real run, fed with the same records;
+only engines, training and the way of the records are models. Nothing is random: a scenario
 gives the same result every time.
 """
 
@@ -19,12 +19,6 @@ from dora.simulation.records import RUN, SAMPLING
 from dora.simulation.scenario import Scenario
 from dora.simulation.trainer import SimulatedTrainer
 from dora.simulation.worker import ChunkLog, SimulatedWorker
-
-# Virtual time, and the way of records from who writes them to who reads them.
-#
-# Invariant: events happen in the order of their times, those of one time in the order in which
-# they were asked for; every reader gets the records in the order in which they were written.
-
 
 _TIMELINE_WORKERS = 256
 
@@ -121,7 +115,7 @@ class Simulation:
                     events.at(change.time, self._leave, worker, True)
                 case "crash":
                     events.at(change.time, self._leave, worker, False)
-        self.core.take(_started(), 0, 0, now=0.0, live=True)
+        self.core.handle(_started(), 0, 0, now=0.0, live=True)
         for number, worker in enumerate(self._workers):
             if first.get(number) != "join":
                 worker.join()
@@ -142,7 +136,7 @@ class Simulation:
         worker.leave(orderly=orderly)
 
     def _write(self, record: Record) -> None:
-        """A record is in the log; whoever reads its topic will get it."""
+        """A record is in the log; the readers of its topic will get it."""
         self._written += 1
         match record:
             case Trajectory():
@@ -165,7 +159,7 @@ class Simulation:
         """What the coordinator does in one turn: read, decide, commit, read chunks of the lost."""
         core, now = self.core, self.events.now
         for record, offset in self._inbox.arrived():
-            core.take(record, 0, offset, now=now)
+            core.handle(record, 0, offset, now=now)
         decision = core.decide(now)
         self.decisions += 1
         if decision:

@@ -1,6 +1,6 @@
-"""The trainer of a simulated run: the real fold and the real batch rule, and time for the rest.
+"""The trainer of a simulated run: the real state and the real batch rule, and time for the rest.
 
-Invariant: it knows of a trajectory or an admission only when the record has reached it, and takes a
+It knows of a trajectory or an admission only when the record has reached it, and takes a
 batch only as `core.window.pick_batch` allows or, group by group, as `core.streaming.next_group`
 does.
 """

@@ -89,8 +89,8 @@ class ModelCoordinator:
                 if isinstance(record, Admission) and record.purpose == "train"
             ]
             for offset, record in admissions[-1:]:
-                self.core.take(record, 0, offset, now=now, live=False)
-        self.core.heard_commands(now)
+                self.core.handle(record, 0, offset, now=now, live=False)
+        self.core.commands_read(now)
 
     def _read_statuses(self, now: float) -> None:
         """All, or what compaction left: the last of each process."""
@@ -99,7 +99,7 @@ class ModelCoordinator:
         last = {status.process: offset for status, offset in statuses if isinstance(status, Status)}
         for status, offset in statuses:
             if not self.compacted or offset in last.values():
-                self.core.take(status, 0, offset, now=now, live=False)
+                self.core.handle(status, 0, offset, now=now, live=False)
 
     def _read_trajectories(self, now: float) -> None:
         newest = self.core.state.newest
@@ -125,7 +125,7 @@ class ModelCoordinator:
         for record, offset in self.reader.read(place, count):
             if isinstance(record, Policy):
                 self.policies[record.version] = record
-            self.core.take(record, place[1], offset, now=now, live=live)
+            self.core.handle(record, place[1], offset, now=now, live=live)
 
     def decide(self, now: float) -> None:
         """A tick up to its transaction; nothing of it is in the log yet."""
@@ -211,7 +211,7 @@ class ModelCoordinator:
             collector = PrefixCollector({identity: work.version})
             for record in self.log.partitions.get(place, [])[start:]:
                 if isinstance(record, Chunk):
-                    collector.take(record)
+                    collector.add_chunk(record)
             self.scanned.setdefault(identity, collector.best(identity))
 
     def take_over(self) -> None:

@@ -28,11 +28,11 @@ class Played:
     def __init__(self, given: Rules | None = None) -> None:
         self.core = Coordination(given or rules(), "me")
         self.now = 0.0
-        self.core.take(run_started(), 0, 0, now=0.0)
+        self.core.handle(run_started(), 0, 0, now=0.0)
 
     def hear(self, *statuses: Status) -> None:
         for status in statuses:
-            self.core.take(status, 0, 0, now=self.now)
+            self.core.handle(status, 0, 0, now=self.now)
 
     def tick(self, seconds: float = 0.0) -> list[Record]:
         """Decides and commits; the records are those that the coordinator would write."""
@@ -112,7 +112,7 @@ def test_a_trajectory_that_finishes_while_its_chunks_are_read_is_not_started_aga
     played.wait(20)
     played.hear(OTHER)
     played.tick()
-    played.core.take(trajectory(admission(0, 0)), 0, 7, now=20.0)
+    played.core.handle(trajectory(admission(0, 0)), 0, 7, now=20.0)
     played.core.scanned("g0/0", PREFIX)
     assert "g0/0" not in played.starts()
 
@@ -190,13 +190,13 @@ def test_a_fold_that_begins_at_a_version_knows_what_a_whole_one_knows() -> None:
     journal, steps = ledger(6)
     journal += [admission(12, 6), admission(13, 6)]
     whole, late = Coordination(rules(), "a"), Coordination(rules(), "b")
-    whole.take(run_started(), 0, 0, now=0.0, live=False)
+    whole.handle(run_started(), 0, 0, now=0.0, live=False)
     for record in (*steps, *journal):
-        whole.take(record, 0, 0, now=0.0, live=False)
+        whole.handle(record, 0, 0, now=0.0, live=False)
     late.state.begin_at(4)
     # the ledger from the step that made version 4; the journal from its first admission
     for record in (*steps[3:], *journal[8:]):
-        late.take(record, 0, 0, now=0.0, live=False)
+        late.handle(record, 0, 0, now=0.0, live=False)
     for core in (whole, late):
         core.rebuilt(0.0)
     assert late.state.newest == whole.state.newest == 6
@@ -210,8 +210,8 @@ def test_an_admission_of_a_closed_version_only_says_where_the_prompts_go_on() ->
     _, steps = ledger(6)
     late = Coordination(rules(), "b")
     late.state.begin_at(6)
-    late.take(steps[5], 0, 0, now=0.0, live=False)
-    late.take(admission(11, 5), 0, 0, now=0.0, live=False)
+    late.handle(steps[5], 0, 0, now=0.0, live=False)
+    late.handle(admission(11, 5), 0, 0, now=0.0, live=False)
     late.rebuilt(0.0)
     assert late.state.next_ordinal == 12
     assert late.state.outstanding_total == 0 and not late.pending
@@ -219,7 +219,7 @@ def test_an_admission_of_a_closed_version_only_says_where_the_prompts_go_on() ->
 
 def test_a_fold_cannot_begin_twice() -> None:
     core = Coordination(rules(), "a")
-    core.take(run_started(), 0, 0, now=0.0)
+    core.handle(run_started(), 0, 0, now=0.0)
     with pytest.raises(ValueError, match="before its first record"):
         core.state.begin_at(3)
 

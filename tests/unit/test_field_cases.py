@@ -275,15 +275,15 @@ def test_a_prompt_slower_than_the_bound_is_trained_and_never_discarded() -> None
 def test_an_evaluation_whose_version_has_left_the_window_holds_nobody_up() -> None:
     """No worker loads such a version any more, so none may be asked to."""
     core = Coordination(Rules(Window(0, 1), 1, 9, evaluation_every=1, evaluation_prompts=1), "me")
-    core.take(run_started(), 0, 0, now=0.0)
+    core.handle(run_started(), 0, 0, now=0.0)
     decision = core.decide(0.0)
     (due,) = decision.evaluations
     records = [replace(admission(due.ordinal, due.version, purpose="eval"), group_id=due.group_id)]
     core.committed(decision, records, 0.0)
     assert list(core.pending) == ["e0-0/0"]
     group = admission(0, 0)
-    core.take(group, 0, 1, now=0.0, live=False)
+    core.handle(group, 0, 1, now=0.0, live=False)
     places = {f"g0/{sample}": (0, sample) for sample in range(group.group_size)}
-    core.take(step(0, 0, [group], places), 0, 1, now=0.0)
+    core.handle(step(0, 0, [group], places), 0, 1, now=0.0)
     assert core.state.newest == 1
     assert not core.pending and not core.scans

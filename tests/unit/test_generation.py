@@ -105,7 +105,7 @@ def test_a_prefix_of_several_versions_is_found_only_where_they_may_mix(mixed: bo
     chunks.append(one.chunk(0))
     collector = PrefixCollector({"g0/0": 3}, mixed=mixed)
     for chunk in chunks:
-        collector.take(chunk)
+        collector.add_chunk(chunk)
     best = collector.best("g0/0")
     assert best.tokens == (6 if mixed else 4)
     assert best.runs == ((VersionRun(3, 4), VersionRun(4, 2)) if mixed else ())

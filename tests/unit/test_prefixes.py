@@ -25,7 +25,7 @@ def chunk(
 def collect(*chunks: Chunk) -> PrefixCollector:
     collector = PrefixCollector({"g1/0": 3})
     for each in chunks:
-        collector.take(each)
+        collector.add_chunk(each)
     return collector
 
 
@@ -53,7 +53,7 @@ def test_tokens_of_another_version_are_never_taken() -> None:
 
 def test_other_trajectories_are_not_looked_at() -> None:
     collector = PrefixCollector({"g2/0": 3})
-    collector.take(chunk(0, 0, 0, [1]))
+    collector.add_chunk(chunk(0, 0, 0, [1]))
     assert collector.best("g2/0").tokens == 0
     assert collector.best("g1/0").tokens == 0
 

@@ -92,9 +92,9 @@ def test_where_workers_are_fewer_than_versions_the_oldest_is_served_first() -> N
 def test_a_nonsense_rate_changes_no_speed(nonsense: float) -> None:
     speeds = Speeds()
     for _ in range(20):
-        speeds.heard("a", 100.0, 4)
-        speeds.heard("b", 100.0, 4)
-        speeds.heard("a", nonsense, 4)
+        speeds.observe("a", 100.0, 4)
+        speeds.observe("b", 100.0, 4)
+        speeds.observe("a", nonsense, 4)
     assert speeds.of("a") == speeds.of("b") == 1.0
 
 
@@ -102,8 +102,8 @@ def test_a_worker_is_as_fast_as_its_peers_of_equal_load_say() -> None:
     speeds = Speeds()
     for _ in range(60):
         for name, factor in (("a", 2.0), ("b", 1.0), ("c", 1.0)):
-            speeds.heard(name, 400.0 * factor, 4)
-            speeds.heard(name, 1600.0 * factor, 64)
+            speeds.observe(name, 400.0 * factor, 4)
+            speeds.observe(name, 1600.0 * factor, 64)
     assert 1.75 <= speeds.of("a") / speeds.of("b") <= 2.25
     assert speeds.of("b") == speeds.of("c")
     assert speeds.of("nobody") == 1.0
@@ -118,7 +118,7 @@ def test_speeds_stay_within_bounds_whatever_is_reported(
 ) -> None:
     speeds = Speeds()
     for name, rate, running in reports:
-        speeds.heard(name, rate, running)
+        speeds.observe(name, rate, running)
         assert 0 < speeds.of(name) <= FASTEST
 
 
@@ -128,7 +128,7 @@ class Cluster:
     def __init__(self, workers: int, schedule: Schedule, capacity: int = CAPACITY) -> None:
         rules = Rules(Window(3, 4), group_size=2, steps=50, heartbeat_timeout=10, schedule=schedule)
         self.core = Coordination(rules, "me")
-        self.core.take(run_started(), 0, 0, now=0.0)
+        self.core.handle(run_started(), 0, 0, now=0.0)
         self.now = 0.0
         self.capacity = capacity
         self.versions = {f"w{i}": -1 for i in range(workers)}
@@ -157,7 +157,7 @@ class Cluster:
             "r", name, "rollout", name, "ready", 0, version=self.versions[name],
             capacity=self.capacity, running=running, metrics=self.metrics[name],
         )  # fmt: skip
-        self.core.take(status, 0, 0, now=self.now)
+        self.core.handle(status, 0, 0, now=self.now)
 
     def records(self, decision: Decision) -> list[Record]:
         made: list[Record] = [admission(a.ordinal, a.version) for a in decision.plan.admissions]
@@ -198,7 +198,7 @@ class Cluster:
             case "move":
                 del self.running[name][command.trajectory_id]
                 if self.hands_over:
-                    self.core.take(self.handover(command.trajectory_id), 0, 0, now=self.now)
+                    self.core.handle(self.handover(command.trajectory_id), 0, 0, now=self.now)
 
     def handover(self, identity: str, tokens: int = 3) -> Chunk:
         start = self.commands[identity]
@@ -211,13 +211,13 @@ class Cluster:
             del self.running[name][identity]
             start = self.commands[identity]
             group = admission(start.ordinal, start.policy_version)
-            self.core.take(trajectory(group, start.sample), 0, 0, now=self.now)
+            self.core.handle(trajectory(group, start.sample), 0, 0, now=self.now)
 
     def newer(self) -> None:
         """Another version is committed; it trains nothing that matters here."""
         newest = self.core.state.newest
         made = step(newest, newest, [admission(99, 0)], {"g99/0": (0, 0), "g99/1": (0, 0)})
-        self.core.take(replace(made, trained=()), 0, 0, now=self.now)
+        self.core.handle(replace(made, trained=()), 0, 0, now=self.now)
 
 
 def draining(hands_over: bool = True, **schedule: object) -> Cluster:
@@ -279,9 +279,9 @@ def test_a_handover_that_comes_late_is_as_good() -> None:
             cluster.say(name)
         cluster.core.decide(cluster.now)
     assert moved in cluster.core.scans
-    cluster.core.take(cluster.handover(moved), 0, 0, now=cluster.now)
+    cluster.core.handle(cluster.handover(moved), 0, 0, now=cluster.now)
     assert cluster.core.pending[moved].attempt == 1 and not cluster.core.scans
-    cluster.core.take(cluster.handover(moved), 0, 0, now=cluster.now)
+    cluster.core.handle(cluster.handover(moved), 0, 0, now=cluster.now)
     assert cluster.core.migrations == 1, "it counts once"
 
 
@@ -290,7 +290,7 @@ def test_a_move_whose_source_dies_is_taken_over_from_the_chunks() -> None:
     moved = next(iter(cluster.running["w0"]))
     cluster.tick()
     gone = Status("r", "w0", "rollout", "w0", "failed", 0, version=0, capacity=4)
-    cluster.core.take(gone, 0, 0, now=cluster.now)
+    cluster.core.handle(gone, 0, 0, now=cluster.now)
     cluster.core.decide(cluster.now)
     assert moved in cluster.core.scans
 
@@ -302,7 +302,7 @@ def test_a_migration_whose_target_dies_is_taken_over() -> None:
     cluster.tick()
     assert moved in cluster.running["w1"]
     gone = Status("r", "w1", "rollout", "w1", "failed", 0, version=0, capacity=4)
-    cluster.core.take(gone, 0, 0, now=cluster.now)
+    cluster.core.handle(gone, 0, 0, now=cluster.now)
     cluster.core.decide(cluster.now)
     assert cluster.core.scans[moved].attempt == 2
 
@@ -311,7 +311,7 @@ def test_moves_do_not_count_as_attempts_that_nobody_survives() -> None:
     cluster = draining()
     workers, identity = cluster.core.workers, next(iter(cluster.running["w0"]))
     for attempt in range(7):
-        workers.sent(
+        workers.on_command(
             Command("r", "w0", "w0", "move", 0, trajectory_id=identity, attempt=attempt), 0.0
         )
     assert workers.moved(identity, 0) == 7

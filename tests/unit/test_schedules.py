@@ -24,12 +24,12 @@ class Played:
     def __init__(self, window: Window, schedule: Schedule, **more: object) -> None:
         rules = Rules(window, 2, 50, heartbeat_timeout=100, schedule=schedule)
         self.core = Coordination(rules, "me", **more)  # type: ignore[arg-type]
-        self.core.take(run_started(), 0, 0, now=0.0)
+        self.core.handle(run_started(), 0, 0, now=0.0)
         self.now = 0.0
 
     def hear(self, *statuses: Status) -> None:
         for status in statuses:
-            self.core.take(status, 0, 0, now=self.now)
+            self.core.handle(status, 0, 0, now=self.now)
 
     def tick(self) -> Decision:
         self.now += 1
@@ -58,12 +58,12 @@ class Played:
     def finish(self, ordinal: int, version: int) -> None:
         for sample in range(2):
             record = trajectory(admission(ordinal, version), sample)
-            self.core.take(record, 0, 10 * ordinal + sample, now=self.now)
+            self.core.handle(record, 0, 10 * ordinal + sample, now=self.now)
 
     def train(self, version: int, *groups: tuple[int, int]) -> None:
         journal = [admission(ordinal, of) for ordinal, of in groups]
         places = places_of([trajectory(group, sample) for group in journal for sample in (0, 1)])
-        self.core.take(step(version, version, journal, places), 0, 0, now=self.now)
+        self.core.handle(step(version, version, journal, places), 0, 0, now=self.now)
 
 
 def admitted(decision: Decision) -> list[tuple[int, int]]:

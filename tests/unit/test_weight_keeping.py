@@ -6,8 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.core.processes import allowed_silence
-from dora.core.weight_keeping import WeightUser, needless, weight_user
+from dora.core.processes import WeightUser, allowed_silence, needless, weight_user
 from tests import factories
 
 VERSIONS = st.integers(-1, 40)

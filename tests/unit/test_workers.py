@@ -20,7 +20,7 @@ START = Command(
 def make() -> WorkerRegistry:
     workers = WorkerRegistry(heartbeat_timeout=10.0, load_timeout=100.0)
     workers.on_status(READY, 0.0)
-    workers.sent(START, 0.0)
+    workers.on_command(START, 0.0)
     return workers
 
 
@@ -94,14 +94,14 @@ def test_a_finished_trajectory_frees_its_place() -> None:
 
 def test_a_command_to_a_dead_incarnation_leaves_the_trajectory_without_holder() -> None:
     workers = make()
-    workers.sent(replace(START, trajectory_id="g2/0", incarnation="old"), 0.0)
+    workers.on_command(replace(START, trajectory_id="g2/0", incarnation="old"), 0.0)
     assert workers.held("g2/0") is None
     assert workers.next_attempt("g2/0") == 1
 
 
 def test_a_switch_is_over_when_the_worker_hosts_the_version() -> None:
     workers = make()
-    workers.sent(Command("r", "w0", "one", "switch", 0, policy_version=4), 0.0)
+    workers.on_command(Command("r", "w0", "one", "switch", 0, policy_version=4), 0.0)
     assert [view.switching_to for view in workers.pool.views()] == [4]
     workers.on_status(READY, 1.0)
     assert [view.switching_to for view in workers.pool.views()] == [4]
@@ -129,10 +129,10 @@ def test_while_catching_up_a_command_that_was_carried_out_leaves_only_what_the_s
     workers = WorkerRegistry(heartbeat_timeout=10.0, load_timeout=100.0)
     status = replace(READY, command_offset=7, running=(lease_name("g1/0", 0),))
     workers.on_status(status, 0.0)
-    workers.sent(Command("r", "w0", "one", "switch", 0, policy_version=1), 0.0, offset=5)
-    workers.sent(START, 0.0, offset=6)
-    workers.sent(replace(START, trajectory_id="g2/0"), 0.0, offset=7)
-    workers.sent(replace(START, trajectory_id="g3/0"), 0.0, offset=8)
+    workers.on_command(Command("r", "w0", "one", "switch", 0, policy_version=1), 0.0, offset=5)
+    workers.on_command(START, 0.0, offset=6)
+    workers.on_command(replace(START, trajectory_id="g2/0"), 0.0, offset=7)
+    workers.on_command(replace(START, trajectory_id="g3/0"), 0.0, offset=8)
     assert [view.switching_to for view in workers.pool.views()] == [None]
     assert workers.held("g1/0") is not None
     assert workers.held("g2/0") is None
@@ -143,13 +143,13 @@ def test_a_worker_whose_requests_are_all_to_move_leaves_its_version_and_is_there
     None
 ):
     workers = make()
-    workers.sent(replace(START, kind="move"), 1.0)
+    workers.on_command(replace(START, kind="move"), 1.0)
     assert [(view.leaving, view.load) for view in workers.pool.views()] == [(True, 1)]
-    assert not workers.handed_over("g1/0", 1), "another attempt"
-    assert workers.handed_over("g1/0", 0)
-    assert not workers.handed_over("g1/0", 0), "it is taken once"
+    assert not workers.on_handover("g1/0", 1), "another attempt"
+    assert workers.on_handover("g1/0", 0)
+    assert not workers.on_handover("g1/0", 0), "it is taken once"
     assert [(view.leaving, view.load) for view in workers.pool.views()] == [(True, 0)]
-    workers.sent(Command("r", "w0", "one", "switch", 0, policy_version=4), 2.0)
+    workers.on_command(Command("r", "w0", "one", "switch", 0, policy_version=4), 2.0)
     workers.on_status(replace(READY, version=4), 3.0)
     assert [(view.leaving, view.version) for view in workers.pool.views()] == [(False, 4)]
 
@@ -157,8 +157,8 @@ def test_a_worker_whose_requests_are_all_to_move_leaves_its_version_and_is_there
 def test_while_catching_up_a_move_that_was_carried_out_leaves_no_holder() -> None:
     workers = WorkerRegistry(heartbeat_timeout=10.0, load_timeout=100.0)
     workers.on_status(replace(READY, command_offset=7), 0.0)
-    workers.sent(START, 0.0, offset=5)
-    workers.sent(replace(START, kind="move"), 0.0, offset=6)
+    workers.on_command(START, 0.0, offset=5)
+    workers.on_command(replace(START, kind="move"), 0.0, offset=6)
     assert workers.held("g1/0") is None
     assert (workers.next_attempt("g1/0"), workers.moved("g1/0", 0)) == (1, 1)
 

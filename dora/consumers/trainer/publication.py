@@ -21,8 +21,8 @@ from dora.bus.topics import RunTopics
 from dora.config import Config
 from dora.consumers.learner.learner import Learner
 from dora.consumers.trainer.checkpoints import Checkpoints, checkpoint_name
+from dora.core.processes import WeightUser, needless, weight_user
 from dora.core.ring import slot_partitions
-from dora.core.weight_keeping import WeightUser, needless, weight_user
 from dora.errors import DeadlineError
 from dora.log.inputs import fingerprints
 from dora.log.ledger import History
@@ -187,8 +187,8 @@ class Publisher:
 
     def prune(self, newest: int) -> None:
         """Remove what is not kept once version `newest` is committed, orphans of versions up to it
-        included. Kept are weights by `dora.core.weight_keeping`, and the `trainer.keep_checkpoints`
-        newest checkpoints.
+        included. Kept are weights by `dora.core.processes.needless`, and the newest
+        `trainer.keep_checkpoints` checkpoints.
 
         Files of a later version are left alone, even at the start: this trainer may have been
         replaced without knowing it (it was suspended, say), and the other one may have committed

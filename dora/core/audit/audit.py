@@ -1,6 +1,6 @@
 """The audit: proves from the log alone that no rule was broken, or says which record breaks it.
 
-Invariant: the verdict depends on records only, never on gaps in offsets (transaction markers and
+The verdict depends on records only, never on gaps in offsets (transaction markers and
 aborted records take offsets too). Violations are
 
 - `lost`: a started group that is neither trained, nor set aside with a reason, nor outstanding and
@@ -23,7 +23,7 @@ aborted records take offsets too). Violations are
 - `checksum`: a step's weights checksum that differs from its policy's.
 
 No violations: later finished records of a trajectory and chunks of attempts that do not count (a
-worker believed dead that was only slow), finished records of another version that nobody names,
+worker believed dead that was only slow), finished records of another version that are not named,
 groups outstanding within the window (the run may be alive), groups set aside, evaluation groups.
 """
 
@@ -47,10 +47,8 @@ from dora.schemas.records import (
     Trajectory,
 )
 
-# What an audit remembers of a group: compact, because it keeps every group of the run.
-#
-# Invariant: a few hundred bytes a group and about 80 a trajectory, so a million trajectories fit
-# well below 2 GiB. Nothing here judges.
+# An audit keeps every group of the run: a few hundred bytes a group and about 80 a trajectory, so a
+# million trajectories fit well below 2 GiB.
 
 Versioned = Literal["trajectories", "chunks"]
 Fate = Literal["open", "trained", "set aside"]
@@ -144,14 +142,9 @@ class LogFacts:
     finished: str = "trajectories"
 
 
-# The end of an audit: what only the whole log can tell, and the counts.
-#
-# Invariant: judging changes no facts, so an audit of a live run can be asked again and again. The
-# violations are defined in `core.audit`.
-
-
 def verdict(facts: LogFacts, findings: Findings) -> AuditReport:
-    """Judge everything that only the whole log can tell; adds to `findings`."""
+    """Judge what only the whole log can tell; adds to `findings` and changes no facts, so that an
+    audit of a live run can be asked again."""
     counts: dict[Fate, int] = {"open": 0, "trained": 0, "set aside": 0}
     started, staleness, unchecked = 0, 0, 0
     for group_id, group in facts.groups.items():

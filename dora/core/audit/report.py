@@ -1,6 +1,6 @@
 """What an audit found: counts, and a sentence with ids and offsets for each violation.
 
-Invariant: the counts are complete; of each kind only the first findings are kept, so that a report
+The counts are complete; of each kind only the first findings are kept, so that a report
 on a thoroughly damaged log stays small.
 """
 

@@ -1,8 +1,8 @@
 """What a coordinator knows and what it decides, without log, clock or engine.
 
-Invariant: the knowledge depends on the records alone: whoever folds the same log decides alike, so
-a coordinator may die at any moment. A decision changes nothing until `committed` says that its
-transaction is in the log. Nothing is admitted beyond the window (C3), nothing that was admitted is
+The knowledge follows from the records alone: two coordinators that read the same log decide alike,
+so one may die at any moment. A decision changes nothing until `committed` says that its transaction
+is in the log. Nothing is admitted beyond the window (C3), nothing that was admitted is
 forgotten (C2), and every attempt at a trajectory is of its group's version (C1).
 
 Life of a started trajectory: `pending` (no worker generates it), leased to a worker (`workers`),
@@ -33,17 +33,11 @@ from dora.schemas.records import (
     Trajectory,
 )
 
-# What a coordinator decides by, and what it decides.
-#
-# Invariant: a decision is complete: what is to be committed in one transaction follows from it
-# and from the statuses that it names, and from nothing else.
-
-
 __all__ = ["Coordination", "Decision", "Rules", "Yield"]
 
 
 class Coordination:
-    """Feed the log to `take`; then `decide`, commit, and tell `committed`. `incarnation` is the
+    """Feed the log to `handle`; then `decide`, commit, and call `committed`. `incarnation` is the
     coordinator's own; `prompt_of` is needed to start long groups first."""
 
     def __init__(self, rules: Rules, incarnation: str, prompt_of: PromptOf | None = None) -> None:
@@ -55,13 +49,13 @@ class Coordination:
             memory_threshold=rules.schedule.memory_threshold,
         )
         self.pending = PendingQueue()
-        """Started trajectories that nobody generates, by id."""
+        """Started trajectories that no worker has, by id."""
         self.scans: dict[str, PendingAttempt] = {}
         """Lost trajectories whose chunks are to be read; see `scanned`."""
         self.given_up: dict[str, PendingAttempt] = {}
         """Trajectories that were tried too often and are to be recorded as failed."""
         self.rival: Status | None = None
-        """Last word of another coordinator of this run; whoever looks at it clears it."""
+        """Last status of another coordinator of this run; the process that reads it clears it."""
         self.opened = -1
         """Newest version with an admission in the journal; -1 is none."""
         self.stopped_at: float | None = None
@@ -71,7 +65,7 @@ class Coordination:
         self.resumed_tokens = 0
         ranked = rules.schedule.longest_first
         self._history = History(prompt_of) if ranked and prompt_of is not None else None
-        self._dispatch = Scheduler(
+        self._scheduler = Scheduler(
             rules, self.state, self.workers, self.pending, ranked=self._history is not None
         )
         self._incarnation = incarnation
@@ -83,10 +77,10 @@ class Coordination:
         self._told_to_stop: set[str] = set()  # incarnations
         self._commands: list[tuple[Command, int]] = []
 
-    def take(
+    def handle(
         self, record: Record, partition: int, offset: int, *, now: float, live: bool = True
     ) -> None:
-        """Fold a record of the ledger, the journal, the commands, trajectories or statuses.
+        """Follow a record of the ledger, the journal, the commands, trajectories or statuses.
 
         Each partition must be fed in its order. `live` is false while catching up; `rebuilt` ends
         that. ValueError if the log contradicts itself.
@@ -112,7 +106,7 @@ class Coordination:
                 elif record.state not in GONE:
                     self.rival = record
             case Status(role="trainer"):
-                self._dispatch.pauses.heard(record)
+                self._scheduler.pauses.on_trainer_status(record)
             case Admission():
                 # once live, admissions are this coordinator's own and known since their commit
                 if not live:
@@ -128,16 +122,16 @@ class Coordination:
             case _:
                 pass
 
-    def heard_commands(self, now: float) -> None:
+    def commands_read(self, now: float) -> None:
         """While catching up: all commands and statuses of the log were fed; trajectories may
         follow."""
         for command, offset in self._commands:
-            self.workers.sent(command, now, offset)
+            self.workers.on_command(command, now, offset)
         self._commands.clear()
 
     def rebuilt(self, now: float) -> None:
-        """The log was fed to its end: whatever was started and has no holder is found."""
-        self.heard_commands(now)
+        """The log was fed to its end: finds trajectories that were started and have no holder."""
+        self.commands_read(now)
         self.workers.lost(now)  # what has no live holder is found just below
         for group, missing in self.state.unfinished():
             for sample in missing:
@@ -173,7 +167,7 @@ class Coordination:
             return
         if work is not None and work.attempt == chunk.attempt + 1:
             del self.scans[identity]  # it came late
-        elif self.workers.handed_over(identity, chunk.attempt):
+        elif self.workers.on_handover(identity, chunk.attempt):
             work = self._unheld(identity)
         else:
             return
@@ -187,7 +181,7 @@ class Coordination:
             )
 
     def _stepped(self, step: Step) -> None:
-        """Nothing of what a step took needs anybody any more."""
+        """The trajectories of a step need no worker any more."""
         for ref in (*step.trained, *step.set_aside):
             group = self.state.groups.get(ref.group_id)
             samples = range(self.rules.group_size) if group is None else group.missing
@@ -204,7 +198,7 @@ class Coordination:
             self._release(identity)
         if self.state.newest < 0:
             return Decision()
-        if self.stopped_at is not None:  # who speaks only now is told as well
+        if self.stopped_at is not None:  # workers that report only now are stopped too
             return Decision(stops=self._stops(), zombies=tuple(self._zombies.values()))
         complete = self.state.newest >= self.rules.steps
         zombies = tuple(self._zombies.values())
@@ -223,9 +217,9 @@ class Coordination:
         if not stops:
             # what is about to be placed comes before new groups
             blocked = complete or bool(evaluations or self.scans)
-            decided, moves = self._dispatch.place(now, blocked=blocked)
+            decided, moves = self._scheduler.place(now, blocked=blocked)
             if not complete:
-                decided, pauses = self._dispatch.pause(decided)
+                decided, pauses = self._scheduler.pause(decided)
         return Decision(
             evaluations=evaluations,
             plan=decided,
@@ -236,12 +230,12 @@ class Coordination:
             zombies=zombies,
             given_up=tuple(self.given_up.values()),
             last_yields=last_yields,
-            addressees=self._dispatch.addressees(decided),
+            addressees=self._scheduler.addressees(decided),
         )
 
     def _deaf(self, now: float) -> bool:
-        """Whether workers may have spoken without being heard: this process stood still, or its own
-        words do not come back from the log either."""
+        """Whether statuses of workers may not have been read yet: this process stood still, or its
+        own do not come back from the log either."""
         before, self._decided_at = self._decided_at, now
         limit = self.rules.heartbeat_timeout
         stood_still = before is not None and now - before > limit
@@ -256,8 +250,8 @@ class Coordination:
                 self.opened = max(self.opened, record.policy_version)
                 admitted.append(record)
             elif isinstance(record, Command):
-                self.workers.sent(record, now)
-                self._dispatch.pauses.sent(record, self.state.newest)
+                self.workers.on_command(record, now)
+                self._scheduler.pauses.on_command(record, self.state.newest)
                 if record.kind == "start":
                     self.pending.pop(record.trajectory_id, None)
         for admission in admitted:
@@ -300,12 +294,12 @@ class Coordination:
         )
 
     def _give_up_departed(self) -> None:
-        """Evaluations of versions that left the window are given up: their slots are somebody
-        else's, and no worker loads such a version any more."""
+        """Evaluations of versions that left the window are given up: their slots belong to
+        another version, and no worker loads such a version any more."""
         oldest = self.rules.window.oldest_live(self.state.newest)
-        for waiting in (self.pending, self.scans):
-            for identity in [i for i, work in waiting.items() if work.version < oldest]:
-                del waiting[identity]
+        for queue in (self.pending, self.scans):
+            for identity in [i for i, work in queue.items() if work.version < oldest]:
+                del queue[identity]
 
     def _finished(self, identity: str) -> None:
         self.workers.finished(identity)
@@ -314,7 +308,7 @@ class Coordination:
         self.given_up.pop(identity, None)
 
     def _superseded(self) -> list[Yield]:
-        """What a worker that was given up and speaks again still generates: others have it now."""
+        """What a worker that was given up and reports again still generates: others have it now."""
         yields = []
         for name in sorted(self.workers.disputed):
             worker = self.workers.worker(name)
@@ -325,10 +319,10 @@ class Coordination:
         return yields
 
     def _last_yields(self) -> list[Yield]:
-        """After the last step: takes back what nobody will train any more."""
-        for waiting in (self.pending, self.scans):
-            for identity in [i for i, work in waiting.items() if work.purpose == "train"]:
-                del waiting[identity]
+        """After the last step: takes back what will not be trained any more."""
+        for queue in (self.pending, self.scans):
+            for identity in [i for i, work in queue.items() if work.purpose == "train"]:
+                del queue[identity]
         yields = []
         for worker in self.workers.workers():
             for identity in sorted(worker.leases):

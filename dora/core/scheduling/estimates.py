@@ -1,10 +1,10 @@
-"""How fast workers are, from what they say of themselves.
+"""How fast workers are, from what they report, and how long responses are.
 
 A worker that runs few sequences gives each of them more tokens a second than a full one. So a
 worker is compared with what workers of about the same load reach; its speed is 1 if it is like
 them. (AReaL-Hex schedules over mixed GPUs by measured throughput.)
 
-Invariant: a speed is finite, positive and within `SLOWEST .. FASTEST`, whatever a worker reports.
+A speed is finite, positive and within `SLOWEST .. FASTEST`, whatever a worker reports.
 """
 
 import math
@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 # How long responses to a prompt were, to start groups first that are expected to be long
 # (StreamRL ranks by length for the same reason: what starts last ends last).
 #
-# Invariant: only the order of starts depends on it; what is admitted, and under which version,
+# Only the order of starts depends on it; what is admitted, and under which version,
 # does not. Memory is bounded: prompts not seen for long are forgotten.
 
 REMEMBERED = 100_000
@@ -63,7 +63,7 @@ class Speeds:
         self._typical: dict[int, float] = {}  # tokens per second and sequence, by bucket of load
         self._ratios: dict[str, float] = {}
 
-    def heard(self, name: str, tokens_per_second: float, running: int) -> None:
+    def observe(self, name: str, tokens_per_second: float, running: int) -> None:
         """A report; nonsense (no number, implausible, absurdly far from its peers) is ignored."""
         if running < 1 or not math.isfinite(tokens_per_second):
             return

@@ -1,9 +1,9 @@
 """Which worker generates what, and which version it hosts (DORA paper, Algorithm 1).
 
-Invariants of every plan:
+Every plan keeps these rules:
 - a trajectory starts only on a worker that hosts its group's version (C1);
 - a new group starts only under a version for which the window admits it (C3);
-- a version with unplaced work gets a worker before idle workers move to the newest version, the
+- a version with pending work gets a worker before idle workers move to the newest version, the
   oldest first, so that no version starves (C2);
 - no worker is given more than its capacity, and none that hosts one version at a time switches
   while it holds a trajectory.
@@ -17,11 +17,6 @@ from dataclasses import dataclass, field, replace
 from dora.core.ring import train_group_id
 from dora.core.scheduling.pending import PendingAttempt, PendingQueue
 from dora.core.scheduling.pool import Pool, WorkerView
-
-# The words in which placement speaks: workers, work, and what a plan makes of them.
-#
-# Which worker generates what is decided in `core.assignment`, what moves between workers in
-# `core.rebalancing` (DORA paper, Algorithm 1).
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +80,7 @@ class Situation:
     `admissible` new groups may start under `newest`, or, of these, as many as `older` says under
     the one older version that it names. `whole` admits them all at once, be there room or not;
     `ahead` admits until that many trajectories wait, whose order of starts is not the journal's.
-    `roams`: whoever hosts the newest version generates for all (partial rollouts). `many`: workers
+    `roams`: workers of the newest version generate for all (partial rollouts). `many`: workers
     host several versions. `migration`: work may be taken from a worker for an older version's sake.
     """
 

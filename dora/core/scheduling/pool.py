@@ -1,6 +1,6 @@
 """The workers that can generate, indexed by version and load.
 
-Invariant: what the index says of a version is what a walk over all views would say. A change of one
+What the index says of a version is what a walk over all views would say. A change of one
 worker costs O(log workers), a question O(1) amortised, so that no decision looks at every worker.
 """
 

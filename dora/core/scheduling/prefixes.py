@@ -1,6 +1,6 @@
 """What earlier attempts at a trajectory left in the chunk log, for the next one to go on from.
 
-Invariant: a prefix is what one attempt wrote, from its first token on without a gap, all of one
+A prefix is what one attempt wrote, from its first token on without a gap, all of one
 policy version (unless the schedule is `partial`), with the log-probabilities under which it was
 sampled. An attempt that resumed another repeats the prefix in its first chunk (one for each
 version), so no attempt's chunks need those of another.
@@ -55,7 +55,7 @@ class PrefixCollector:
         self._mixed = mixed
         self._attempts: dict[str, dict[int, _Attempt]] = {}
 
-    def take(self, chunk: Chunk) -> None:
+    def add_chunk(self, chunk: Chunk) -> None:
         """Adds a chunk if it continues its attempt; others are left aside."""
         version = self._wanted.get(chunk.trajectory_id)
         if version is None or version > chunk.policy_version:

@@ -1,6 +1,6 @@
 """From what is known to who generates what: placement, balance and pauses of one tick.
 
-Invariant: nothing is decided twice. What one tick has sent, the next one sees in workers, pool and
+Nothing is decided twice: what one tick has sent, the next one sees in workers, pool and
 waiting trajectories.
 """
 

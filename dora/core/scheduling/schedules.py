@@ -72,15 +72,15 @@ class Schedule:
 class Pauses:
     """Who generates while a step is trained on the same devices.
 
-    Invariant: a worker is told to pause once a step, and to go on once it is over. What is not
-    known (after a restart) is said again: both commands may be repeated.
+    A worker is told to pause once a step, and to go on once it is over. After a restart both
+    commands may be repeated.
     """
 
     def __init__(self) -> None:
         self._training = -1  # version at which a step is being trained; -1: none is
         self._told: dict[str, tuple[str, int]] = {}  # incarnation, and the step it pauses for
 
-    def heard(self, trainer: Status) -> None:
+    def on_trainer_status(self, trainer: Status) -> None:
         """A status of the trainer."""
         self._training = trainer.version if trainer.state == "training" else -1
 
@@ -101,7 +101,7 @@ class Pauses:
                 resume.append(status)
         return pause, resume
 
-    def sent(self, command: Command, newest: int) -> None:
+    def on_command(self, command: Command, newest: int) -> None:
         """A pause or a switch is in the log."""
         if command.kind == "pause":
             self._told[command.worker] = command.incarnation, newest

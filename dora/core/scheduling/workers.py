@@ -1,9 +1,9 @@
-"""The coordinator's view of the workers and of who leases which trajectory.
+"""The coordinator's view of the workers and of which worker leases which trajectory.
 
-Invariant: a trajectory has at most one holder, and a holder is one incarnation of a worker. A
+A trajectory has at most one holder, and a holder is one incarnation of a worker. A
 trajectory whose holder is gone (silent, replaced, failed, stopped, or alive and not knowing of it)
 comes back from `lost` exactly once, to be placed again as a new attempt. One that its holder was
-told to hand over (`moving`) comes back from `handed_over`, or from `lost` if that takes too long.
+told to hand over (`moving`) comes back from `on_handover`, or from `lost` if that takes too long.
 
 Time is passed in (seconds of a monotonic clock of the caller): the time stamps in records belong to
 other machines' clocks, which may jump. No question is answered by a walk over all workers.
@@ -17,10 +17,6 @@ from dora.core.processes import GONE, USABLE, allowed_silence
 from dora.core.scheduling.estimates import Speeds
 from dora.core.scheduling.pool import Pool, WorkerView
 from dora.schemas.records import Command, Status
-
-# Attempts in the hands of workers, and how a worker names them.
-#
-# Invariant: `parse_lease_name(lease_name(t, a)) == (t, a)` for every trajectory id and attempt.
 
 
 def lease_name(trajectory_id: str, attempt: int) -> str:
@@ -53,7 +49,7 @@ RELIEVED = 0.05
 
 @dataclass(slots=True)
 class WorkerState:
-    """One incarnation of a worker as last heard.
+    """One incarnation of a worker, as of its last status.
 
     `superseded` are attempts that it generates although others took them over (it was given up and
     came back), `yielded` those of them that it was told to stop. `moving` are those of its `leases`
@@ -111,7 +107,7 @@ class WorkerRegistry:
         """Takes a worker's status; False if it comes from a replaced incarnation (a zombie).
 
         `live` is false for what was read while catching up: such a worker is given no work before
-        it speaks again.
+        it reports again.
         """
         if status.incarnation in self._replaced:
             return status.state in GONE
@@ -145,8 +141,8 @@ class WorkerRegistry:
         return True
 
     def _compare(self, worker: WorkerState, *, live: bool) -> None:
-        """Finds attempts in a worker's hands that are not its own any more, and its own of which it
-        does not know."""
+        """Finds attempts that a worker runs without a lease, and leases of which it does not
+        know."""
         running = set(worker.status.running)
         for held in sorted(worker.named - running):
             trajectory_id, _ = parse_lease_name(held)
@@ -171,21 +167,21 @@ class WorkerRegistry:
             self.disputed.pop(worker.status.process, None)
 
     def _measure(self, worker: WorkerState) -> None:
-        """Speed and memory, as far as the worker tells them."""
+        """Speed and memory, as far as the worker reports them."""
         status = worker.status
         rate = status.metrics.get("tokens_per_second")
         if rate is not None:
-            self._speeds.heard(status.process, rate, len(status.running))
+            self._speeds.observe(status.process, rate, len(status.running))
         used = status.metrics.get("kv_used_share", 0.0)
         limit = self._memory_threshold - (RELIEVED if worker.pressed else 0.0)
-        # a lone trajectory has nobody to make room for
+        # a lone trajectory has no other to make room for
         worker.pressed = used >= limit and len(status.running) > 1
         if worker.pressed:
             self.pressed[status.process] = None
         else:
             self.pressed.pop(status.process, None)
 
-    def sent(self, command: Command, now: float, offset: int | None = None) -> None:
+    def on_command(self, command: Command, now: float, offset: int | None = None) -> None:
         """Notes a command that is in the log: just written, or read while catching up.
 
         `offset` is given for the latter, after the worker's status was heard: a command that the
@@ -206,11 +202,11 @@ class WorkerRegistry:
             worker = None
         match command.kind:
             case "start":
-                self._sent_start(command, worker, now)
+                self._on_start(command, worker, now)
             case "yield":
-                self._sent_yield(command, worker)
+                self._on_yield(command, worker)
             case "move":
-                self._sent_move(command, worker, now)
+                self._on_move(command, worker, now)
             case "switch" if worker is not None:
                 if command.policy_version not in (worker.status.version, *worker.status.versions):
                     worker.switching_to = command.policy_version
@@ -218,7 +214,7 @@ class WorkerRegistry:
             self._watch(worker)
             self._changed(worker)
 
-    def _sent_start(self, command: Command, worker: WorkerState | None, now: float) -> None:
+    def _on_start(self, command: Command, worker: WorkerState | None, now: float) -> None:
         trajectory_id = command.trajectory_id
         known = self._attempts.get(trajectory_id, -1)
         self._attempts[trajectory_id] = max(known, command.attempt)
@@ -234,7 +230,7 @@ class WorkerRegistry:
         if command.attempt - 1 in self._moved.get(trajectory_id, ()):
             worker.settled_at = now
 
-    def _sent_yield(self, command: Command, worker: WorkerState | None) -> None:
+    def _on_yield(self, command: Command, worker: WorkerState | None) -> None:
         lease = self._leases.get(command.trajectory_id)
         if lease is not None and (lease.incarnation, lease.attempt) == (
             command.incarnation,
@@ -247,12 +243,12 @@ class WorkerRegistry:
             worker.yielded.add(held)
             self._dispute(worker)
 
-    def _sent_move(self, command: Command, worker: WorkerState | None, now: float) -> None:
+    def _on_move(self, command: Command, worker: WorkerState | None, now: float) -> None:
         trajectory_id = command.trajectory_id
         self._moved.setdefault(trajectory_id, set()).add(command.attempt)
         lease = self._leases.get(trajectory_id)
         if worker is None or lease is None or lease.attempt != command.attempt:
-            return  # carried out already: whoever still names it will finish it
+            return  # carried out already: a worker that still names it will finish it
         self._leases[trajectory_id] = Lease(
             lease.worker, lease.incarnation, lease.attempt, now, True
         )
@@ -260,9 +256,9 @@ class WorkerRegistry:
         worker.leaving = len(worker.moving) == len(worker.leases)
         heappush(self._handovers, (now + self._heartbeat_timeout, trajectory_id, command.attempt))
 
-    def handed_over(self, trajectory_id: str, attempt: int) -> bool:
-        """The tokens of an attempt that was told to move came: nobody leases it any more. False if
-        nobody waits for them."""
+    def on_handover(self, trajectory_id: str, attempt: int) -> bool:
+        """The tokens of an attempt that was told to move came: its lease ends. False if they are
+        not waited for."""
         lease = self._leases.get(trajectory_id)
         if lease is None or not lease.moving or lease.attempt != attempt:
             return False
@@ -278,7 +274,7 @@ class WorkerRegistry:
         self._attempts[trajectory_id] = max(self._attempts.get(trajectory_id, -1), attempt)
 
     def finished(self, trajectory_id: str) -> None:
-        """The trajectory needs nobody any more."""
+        """The trajectory needs no worker any more."""
         self._drop(trajectory_id)
         self._attempts.pop(trajectory_id, None)
         self._moved.pop(trajectory_id, None)
@@ -288,7 +284,7 @@ class WorkerRegistry:
         return self._attempts.get(trajectory_id, -1) + 1
 
     def held(self, trajectory_id: str) -> Lease | None:
-        """Who leases the trajectory, or is about to hand it over."""
+        """The lease of the worker that has the trajectory, or is about to hand it over."""
         return self._leases.get(trajectory_id)
 
     def lost(self, now: float) -> list[str]:
@@ -341,12 +337,12 @@ class WorkerRegistry:
             heappush(self._silences, (due, worker.status.process))
 
     def excuse(self, now: float) -> None:
-        """Nobody could be heard for a while, for a reason that is not theirs: their silence counts
-        from now on."""
+        """No status could be read for a while, for a reason that is not the workers': their
+        silence counts from now on."""
         self._excused_at = now
 
     def workers(self) -> Iterable[WorkerState]:
-        """All workers ever heard, in their newest incarnation."""
+        """All workers ever seen, in their newest incarnation."""
         return self._workers.values()
 
     def worker(self, name: str) -> WorkerState | None:
@@ -354,7 +350,7 @@ class WorkerRegistry:
         return self._workers.get(name)
 
     def settled_at(self, name: str) -> float:
-        """When the worker last got a version or another's trajectory; KeyError if never heard."""
+        """When the worker last got a version or another's trajectory; KeyError if never seen."""
         return self._workers[name].settled_at
 
     def _changed(self, worker: WorkerState) -> None:

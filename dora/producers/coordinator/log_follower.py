@@ -62,7 +62,7 @@ class LogFollower:
         count += self._read_to_end()
         if base is not None and self._coordination.state.next_ordinal == 0:
             self._read_last_admission(positions[self._topics.dispatch, JOURNAL])
-        self._coordination.heard_commands(self._clock())
+        self._coordination.commands_read(self._clock())
         self._follow_trajectories()
         count += self._read_to_end()
         self._coordination.rebuilt(self._clock())
@@ -213,7 +213,7 @@ class LogFollower:
                 for version in [v for v in self._policies if v < oldest]:
                     del self._policies[version]
         try:
-            self._coordination.take(
+            self._coordination.handle(
                 value, message.partition, message.offset, now=self._clock(), live=live
             )
         except ValueError as error:

@@ -95,7 +95,7 @@ def scan(
             )
             for message in reader.read_to_end(deadline):
                 if isinstance(message.value, Chunk):
-                    collector.take(message.value)
+                    collector.add_chunk(message.value)
     except (BusError, DeadlineError) as error:
         log.warning("chunks could be read only in part: %s", error.message)
     found = {identity: collector.best(identity) for identity in wanted}

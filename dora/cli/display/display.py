@@ -31,7 +31,6 @@ from dora.cli.run.supervisor import ChildView
 from dora.closeable import Closeable
 from dora.consumers.monitor.snapshot import Snapshot, StepPoint
 from dora.log.presence import ProcessView
-from dora.simulation.device import emulation_warning
 
 
 class Display(Closeable):

@@ -3,8 +3,8 @@
 from rich.text import Text
 
 from dora.consumers.monitor.snapshot import Snapshot, late_share
-from dora.core.processes import emulation_warning
 from dora.log.presence import ProcessView
+from dora.simulation.device import emulation_warning
 
 # Seconds without a chunk after which a wait is shown.
 _WAITS_AFTER = 5.0

@@ -6,12 +6,14 @@ and never appear in a message.
 """
 
 import difflib
+import json
 import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from datetime import date, time
+from pathlib import Path, PurePath
 from typing import Any, TypeVar, get_args
 
 import tomli_w
@@ -167,6 +169,13 @@ def _set(value: Any) -> Any:
     return [_set(each) for each in value] if isinstance(value, list) else value
 
 
+def _as_text(value: object) -> str:
+    """What TOML has and JSON has not: dates, and the paths that dora itself sets."""
+    if isinstance(value, date | time | PurePath):
+        return str(value)
+    raise TypeError(f"a configuration holds a {type(value).__name__}")
+
+
 class _Draft:
     """A configuration that is being put together, and where each of its values was set."""
 
@@ -242,7 +251,9 @@ class _Draft:
         """The checked model; ConfigError with all problems."""
         data = self.data if data is None else data
         try:
-            return model.model_validate(data)
+            # As JSON, types are strict: "2e-4" is no number, 1.0 no whole one and true neither, while
+            # texts become paths, and lists tuples.
+            return model.model_validate_json(json.dumps(data, default=_as_text), strict=True)
         except ValidationError as error:
             if self._restore_texts(error, data, prefix):
                 return self.validate(model, title, data, prefix)

@@ -251,8 +251,8 @@ class _Draft:
         """The checked model; ConfigError with all problems."""
         data = self.data if data is None else data
         try:
-            # As JSON, types are strict: "2e-4" is no number, 1.0 no whole one and true neither, while
-            # texts become paths, and lists tuples.
+            # As JSON, types are strict: "2e-4" is no number, 1.0 and true no whole ones; but
+            # texts become paths and lists tuples.
             return model.model_validate_json(json.dumps(data, default=_as_text), strict=True)
         except ValidationError as error:
             if self._restore_texts(error, data, prefix):

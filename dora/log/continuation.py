@@ -47,6 +47,14 @@ def check_continues(
         )
 
 
+def recorded_start(run: str, settings: ClusterSettings) -> RunStarted | None:
+    """The ledger's first record; None where the run has not begun, or cannot be read."""
+    with LogReader(settings, client_id="continuation") as reader:
+        reader.assign({(RunTopics(run).steps, 0): BEGINNING})
+        first = next(iter(reader.read_to_end(READ_SECONDS)), None)
+    return first.value if first is not None and isinstance(first.value, RunStarted) else None
+
+
 def check_recorded(config: Config, settings: ClusterSettings, *, inputs: bool = False) -> None:
     """RunError, with the differences, unless `config` on this cluster continues the run of the
     ledger's first record. A run that has not begun takes any configuration.
@@ -57,17 +65,15 @@ def check_recorded(config: Config, settings: ClusterSettings, *, inputs: bool = 
     """
     run = config.run.name
     topics = RunTopics(run)
-    with LogReader(settings, client_id="continuation") as reader:
-        reader.assign({(topics.steps, 0): BEGINNING})
-        first = next(iter(reader.read_to_end(READ_SECONDS)), None)
-    if first is None or not isinstance(first.value, RunStarted):
+    started = recorded_start(run, settings)
+    if started is None:
         return
     with TopicAdmin(settings) as admin:
-        check_continues(first.value, config, admin.cluster_id(), admin.topic_ids(run))
+        check_continues(started, config, admin.cluster_id(), admin.topic_ids(run))
     if inputs:
         with LogReader(settings, client_id="continuation") as reader:
             newest = _policies(reader.read_back((topics.policies, 0), _has_policy, READ_SECONDS))
-        check_inputs(run, newest[-1].inputs if newest else first.value.inputs, config)
+        check_inputs(run, newest[-1].inputs if newest else started.inputs, config)
 
 
 def _policies(messages: Sequence[Message]) -> list[Policy]:

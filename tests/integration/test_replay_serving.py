@@ -13,6 +13,7 @@ import pytest
 
 from dora.bus import ClusterSettings, LogWriter, cluster_settings
 from dora.bus.topics import TopicAdmin, topic_plan
+from dora.bus.transactions import TransactionalWriter
 from dora.config import Config, KafkaSection
 from dora.consumers.audit import audit_run
 from dora.consumers.monitor.monitor import RunMonitor
@@ -270,9 +271,13 @@ def test_a_run_of_another_kind_or_another_source_is_not_fed(source: Source) -> N
     stopped = threading.Event()
     stopped.set()  # the trainer begins the run and takes no step
     Trainer(config, source.settings).run(stopped)
-    server = source.server(config)
-    with pytest.raises(RunError, match=r"window.groups_per_step: recorded 2, given 4"):
-        server.serve(threading.Event())
+    with TransactionalWriter(
+        source.settings, f"{other}.coordinator", client_id="test", transaction_timeout=60.0
+    ) as coordinator:
+        with pytest.raises(RunError, match=r"window.groups_per_step: recorded 2, given 4"):
+            source.server(config)
+        with coordinator.transaction() as transaction:  # it was not ended by what is refused
+            transaction.send(f"{other}.dispatch", foreign, key="g5", partition=0)
 
 
 def test_without_a_trainer_it_gives_up_and_says_so(source: Source) -> None:

@@ -31,6 +31,7 @@ from dora.core.ring import JOURNAL, partition, trajectory_id
 from dora.core.scheduling.workers import lease_name
 from dora.core.state import finished_facts
 from dora.errors import DeadlineError, RunError
+from dora.log.continuation import recorded_start
 from dora.log.ledger import new_state
 from dora.log.status_reporter import StatusReporter
 from dora.producers.replay.recording import ChunkKey, Recorded, chunk_key
@@ -107,6 +108,10 @@ class ReplayServer:
         self._chunks: set[ChunkKey] = set()  # written before this process began
         self._target: int | None = None
         self._trainer_seen_at = self._begun_at = time.monotonic()
+        # Before this process takes over from a running coordinator: what is refused ends nothing.
+        started = recorded_start(self._run, settings)
+        if started is not None:
+            self._check_same_kind(started)
         self._transactions = TransactionalWriter(
             settings,
             f"{self._run}.coordinator",

@@ -5,9 +5,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from dora.consumers.report.assembly import assemble
 from dora.consumers.report.data import RunReport
-from dora.consumers.report.tally import Control, Tally
+from dora.consumers.report.reading import Control, Tally, assemble
 from dora.core import ring
 from dora.core.audit.report import KINDS, AuditReport
 from dora.schemas.records import (
@@ -227,12 +226,12 @@ class MadeUpRun:
         started, ledger, policies = self.started(), self.ledger(), self.policies()
         control = Control(started, ledger)
         for record in self.control():
-            control.take(record)
+            control.add(record)
         control.incidents.attempts(control.orders)
         trained = {ref.group_id: step.version_out for step in ledger for ref in step.trained}
         tally = Tally(started, self.steps, trained, self.admissions(), control)
         for each in self.trajectories():
-            tally.take(each)
+            tally.add(each)
         return assemble(
             started,
             ledger,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dora.consumers.report.bars import outlines, stretches
+from dora.consumers.report.charts import outlines, stretches
 from dora.consumers.report.data import Difference, RunReport, differing, flattened, other_task
 from dora.consumers.report.page import VERSIONS_SHOWN, key_numbers, render, shown_versions
 from dora.consumers.report.statistics import CURVE_POINTS

@@ -1,11 +1,16 @@
-"""The charts of a report over steps, versions and time.
+"""The charts of a report: curves over steps, versions and time, who generated what when, and where
+the trainer's time went.
 
-Invariant: one or two runs are drawn in the same axes, the first always in the first colour; a chart
-of which there is nothing to draw is left out. Colours are the page's (`report_svg.PAINT`).
+The curves of one or two runs share their axes, the first run in the first colour; the timeline and
+the trainer's time have a chart for each run. A chart is None if there is nothing to draw. Colours
+are the page's (`svg.PAINT`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from dora.consumers.report.data import RunReport
 from dora.consumers.report.statistics import CURVE_POINTS, Point, thinned
@@ -14,13 +19,15 @@ from dora.consumers.report.svg import (
     SERIES,
     VERSIONS,
     Chart,
+    chart_of,
     compact,
+    duration,
     figure,
-    markup,
     percent,
     short,
     time_unit,
 )
+from dora.consumers.report.timeline import Timeline
 
 _BAND = 0.18
 
@@ -69,7 +76,7 @@ def curve(
         about = "; ".join(filter(None, (_ends(r, points, share) for r in reports)))
         marks = len(reports) > 1 and held_out is not None
         note = "Diamonds are held-out prompts." if marks else ""
-        return Chart(identity, title, about, markup(drawn, identity, title, about), note=note)
+        return chart_of(drawn, identity, title, about, note=note)
 
 
 def metric(name: str) -> Points:
@@ -112,7 +119,7 @@ def mismatch(reports: Sequence[RunReport]) -> Chart | None:
             if r.numbers.logprob_mismatch_mean is not None
         )
         about = "Absolute difference of log-probabilities of the same tokens. " + "; ".join(means)
-        return Chart(identity, title, about, markup(drawn, identity, title, about))
+        return chart_of(drawn, identity, title, about)
 
 
 def staleness(reports: Sequence[RunReport]) -> Chart | None:
@@ -149,7 +156,7 @@ def staleness(reports: Sequence[RunReport]) -> Chart | None:
             + f" (bound {r.numbers.staleness_bound})"
             for r in reports
         )
-        return Chart(identity, title, about, markup(drawn, identity, title, about))
+        return chart_of(drawn, identity, title, about)
 
 
 def lengths(reports: Sequence[RunReport]) -> Chart | None:
@@ -182,7 +189,7 @@ def lengths(reports: Sequence[RunReport]) -> Chart | None:
             for r in reports
             if r.tails
         )
-        return Chart(identity, title, about, markup(drawn, identity, title, about))
+        return chart_of(drawn, identity, title, about)
 
 
 def tails(reports: Sequence[RunReport]) -> Chart | None:
@@ -227,7 +234,7 @@ def tails(reports: Sequence[RunReport]) -> Chart | None:
             for r in reports
             for first, last in zip(r.tails[:1], r.tails[-1:], strict=True)
         )
-        return Chart(identity, title, about, markup(drawn, identity, title, about))
+        return chart_of(drawn, identity, title, about)
 
 
 def throughput(reports: Sequence[RunReport]) -> Chart | None:
@@ -264,7 +271,7 @@ def throughput(reports: Sequence[RunReport]) -> Chart | None:
             f"{r.run}: {compact(r.numbers.tokens_per_second)} tokens generated per second"
             for r in reports
         )
-        return Chart(identity, title, about, markup(drawn, identity, title, about))
+        return chart_of(drawn, identity, title, about)
 
 
 def _curve(
@@ -355,7 +362,7 @@ def legend(axis: Any) -> None:
 
 
 def _strip(axis: Any, newest: int) -> None:
-    """The versions' colours along the x axis; see `version_paint`."""
+    """The versions' colours along the x axis; as in `version_paint`."""
     if newest > 150:
         return
     for version in range(newest + 1):
@@ -368,3 +375,144 @@ def _strip(axis: Any, newest: int) -> None:
 def version_paint(version: int) -> str:
     """The colour of a version in all charts and tables."""
     return PAINT[VERSIONS[version % len(VERSIONS)]]
+
+
+WIDTH = 1180
+_HEIGHT = 0.84
+
+
+def timeline(report: RunReport, number: int, several: bool) -> Chart | None:
+    """Which versions each worker generated when: colours are versions, heights are trajectories."""
+    line = report.timeline
+    if not line.rows or line.most_running <= 0:
+        return None
+    identity = f"timeline-{number}"
+    title = f"Workers by version: {report.run}" if several else "Workers by version"
+    scale, unit = time_unit(line.seconds)
+    exact = [t for t in report.times if t.steps == 1 and t.train > 0]
+    trainer = len(exact) == len(report.times) and bool(exact)
+    row_height = 30 if len(line.rows) <= 16 else 20 if len(line.rows) <= 40 else 15
+    rows = len(line.rows) + trainer
+    with figure(WIDTH, 56 + row_height * rows) as drawn:
+        axis = drawn.subplots()
+        axis.grid(visible=False)
+        labels = [short(row.label, 28) for row in line.rows]
+        _fill(axis, outlines(line, scale))
+        if trainer:
+            labels.append("trainer")
+            spans = [((t.seconds - t.publish - t.train) / scale, t.train / scale) for t in exact]
+            axis.broken_barh(spans, (len(line.rows) - _HEIGHT / 2, _HEIGHT), color=PAINT["muted"])
+            for each in exact:
+                axis.axvline(each.seconds / scale, color=PAINT["grid"], linewidth=0.8, zorder=0)
+        axis.set_yticks(range(rows), labels)
+        axis.set_ylim(rows - 0.5, -0.5)
+        axis.set_xlim(0, line.seconds / scale)
+        axis.set_xlabel(unit)
+        note = _note(line, trainer)
+        about = (
+            f"{line.workers} workers over {duration(line.seconds)}; "
+            f"up to {compact(line.most_running)} trajectories at once in a row. {note}"
+        )
+        return chart_of(drawn, identity, title, about, note=note, wide=True)
+
+
+def _note(line: Timeline, trainer: bool) -> str:
+    """What the colours are, and what was put together."""
+    parts = ["Colours are policy versions, the height is the number of trajectories in generation."]
+    if line.versions_per_block > 1:
+        parts.append(f"Each colour stands for {line.versions_per_block} consecutive versions.")
+    if line.workers > len(line.rows):
+        parts.append(f"{line.workers} workers are added up in {len(line.rows)} rows.")
+    if trainer:
+        parts.append("Grey is training; a line is a committed step.")
+    return " ".join(parts)
+
+
+def outlines(line: Timeline, scale: float) -> dict[str, list[npt.NDArray[np.float64]]]:
+    """By colour, the corners of everything that is drawn in it: one shape per colour keeps a
+    drawing of many workers small."""
+    found: dict[str, list[npt.NDArray[np.float64]]] = {}
+    edges = np.arange(line.bins + 1) * (line.bin_seconds / scale)
+    for place, row in enumerate(line.rows):
+        base = np.full(line.bins, place + _HEIGHT / 2)
+        for block, amounts in row.running.items():
+            top = base - amounts / line.most_running * _HEIGHT
+            for first, last in stretches(amounts > 1e-3):
+                xs = np.repeat(edges[first : last + 1], 2)[1:-1]
+                upper = np.column_stack([xs, np.repeat(top[first:last], 2)])
+                lower = np.column_stack([xs, np.repeat(base[first:last], 2)])
+                corners = np.concatenate([_corners(upper), _corners(lower)[::-1]])
+                found.setdefault(version_paint(block), []).append(corners)
+            base = top
+    return found
+
+
+def _corners(steps: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Without the points in the middle of level stretches."""
+    level = np.diff(steps[:, 1]) == 0
+    inner = np.concatenate([[False], level[:-1] & level[1:], [False]])
+    kept: npt.NDArray[np.float64] = steps[~inner]
+    return kept
+
+
+def _fill(axis: Any, drawn: dict[str, list[npt.NDArray[np.float64]]]) -> None:
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    for paint, shapes in drawn.items():
+        vertices = np.concatenate([np.concatenate([shape, shape[:1]]) for shape in shapes])
+        codes = [
+            code
+            for shape in shapes
+            for code in (Path.MOVETO, *[Path.LINETO] * (len(shape) - 1), Path.CLOSEPOLY)
+        ]
+        axis.add_patch(PathPatch(Path(vertices, codes), facecolor=paint, linewidth=0))
+
+
+def stretches(flags: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """Begin and end (exclusive) of each stretch of true flags."""
+    changes = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
+    yield from zip(changes[::2].tolist(), changes[1::2].tolist(), strict=True)
+
+
+def times(report: RunReport, number: int, several: bool) -> Chart | None:
+    """Shares of each step's time that the trainer waited, trained and published."""
+    if not report.times:
+        return None
+    identity, title = f"times-{number}", "Where the trainer’s time went"
+    if several:
+        title = f"Trainer of {short(report.run)}"
+    parts = (
+        ("train", "training", PAINT[SERIES[0]]),
+        ("publish", "publishing", PAINT[SERIES[2]]),
+        ("idle", "waiting", PAINT[SERIES[1]]),
+        ("other", "other", PAINT["grid"]),
+    )
+    edges = [report.times[0].step - report.times[0].steps + 0.5]
+    edges += [each.step + 0.5 for each in report.times]
+    wholes = [max(t.idle + t.train + t.publish + t.other, 1e-9) for t in report.times]
+    base: npt.NDArray[np.float64] = np.zeros(len(wholes))
+    with figure() as drawn:
+        axis = drawn.subplots()
+        axes(axis, "step", share=True)
+        whole_numbers(axis)
+        for name, label, colour in parts:
+            shares = np.array(
+                [getattr(t, name) / whole for t, whole in zip(report.times, wholes, strict=True)]
+            )
+            axis.stairs(
+                base + shares,
+                edges,
+                baseline=base,
+                fill=True,
+                color=colour,
+                linewidth=0,
+                label=label,
+            )
+            base = base + shares
+        axis.set_ylim(0, 1)
+        axis.set_xlim(edges[0], edges[-1])
+        legend(axis)
+        about = f"{report.run}: the trainer waited {percent(report.numbers.trainer_idle_share)}"
+        about += " of its time"
+        return chart_of(drawn, identity, title, about)

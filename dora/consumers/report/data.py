@@ -1,7 +1,7 @@
 """What a report shows of a run, as values.
 
-Invariant: everything follows from the log; the values are bounded in size whatever the run's size
-was, but for curves with a point per step (`report_statistics.thinned` makes them small).
+Their size is bounded whatever the run's size is, except curves with a point per step, which
+`statistics.thinned` makes small.
 """
 
 import json
@@ -56,7 +56,7 @@ class Tail:
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """Where the seconds of a step went that was committed `seconds` after the run's start, or of
-    `steps` neighbouring ones. `other` is none of the three: the commit and standstill."""
+    `steps` neighbouring ones. `other` is the rest: the commit and standstill."""
 
     step: int
     steps: int
@@ -69,8 +69,8 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:
-    """A version and where it came from; None where the log does not tell any more (announcements
-    are compacted). `size` is in bytes, `seconds` count from the run's start."""
+    """A version and where it came from; None where the log does not have it any more
+    (announcements are compacted). `size` is in bytes, `seconds` count from the run's start."""
 
     version: int
     seconds: float
@@ -146,7 +146,7 @@ class Difference:
 
 
 def differing(first: Mapping[str, str], second: Mapping[str, str]) -> list[Difference]:
-    """The keys with different values, in order; the run's name and directory tell nothing."""
+    """The keys with different values, in order; the run's name and directory are left out."""
     keys = {*first, *second} - {"run.name", "run.directory"}
     return [
         Difference(key, first.get(key), second.get(key))

@@ -1,7 +1,7 @@
 """The page of a report: what stands where.
 
-Invariant: everything that comes from a log is escaped by the template; the page loads nothing, and
-its size does not grow with the run: long tables are cut, and say so.
+The template escapes everything that comes from a log. The page loads nothing, and its size does not
+grow with the run: long tables are cut and say so.
 """
 
 import time
@@ -13,7 +13,7 @@ import jinja2
 from markupsafe import Markup
 
 from dora import __version__
-from dora.consumers.report import bars, charts, svg
+from dora.consumers.report import charts, svg
 from dora.consumers.report.charts import curve, metric
 from dora.consumers.report.data import (
     Difference,
@@ -91,7 +91,7 @@ def render(reports: Sequence[RunReport]) -> str:
         compared=compared,
         numbers=key_numbers([report.numbers for report in reports]),
         sections=sections(reports),
-        timelines=_drawn(bars.timeline(r, n, compared) for n, r in enumerate(reports, start=1)),
+        timelines=_drawn(charts.timeline(r, n, compared) for n, r in enumerate(reports, start=1)),
         differences=differences,
         other_task=compared and other_task(first.config, second.config),
         versions_shown={report.run: shown_versions(report) for report in reports},
@@ -166,7 +166,7 @@ def sections(reports: Sequence[RunReport]) -> list[Section]:
             _drawn(
                 (
                     charts.throughput(reports),
-                    *(bars.times(r, n, several) for n, r in enumerate(reports, start=1)),
+                    *(charts.times(r, n, several) for n, r in enumerate(reports, start=1)),
                 )
             ),
         ),

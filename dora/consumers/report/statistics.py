@@ -1,7 +1,6 @@
 """The statistics of a report: intervals, moments, percentiles, histograms, thinned curves.
 
-Invariant: pure functions of the numbers given; whatever is thinned or pooled says of how many
-values, and intervals are computed from the pooled counts, never averaged.
+Intervals of pooled values are computed from the pooled counts, never averaged.
 """
 
 import math
@@ -51,14 +50,14 @@ class Moments:
     squares: float = 0.0
 
     def add(self, value: float) -> None:
-        """Take one value."""
+        """Add one value."""
         self.count += 1
         before = value - self.mean
         self.mean += before / self.count
         self.squares += before * (value - self.mean)
 
     def merge(self, other: "Moments") -> None:
-        """Take all values of the other (Chan et al. 1979)."""
+        """Add all values of the other (Chan et al. 1979)."""
         total = self.count + other.count
         if not total:
             return

@@ -1,8 +1,8 @@
 """Matplotlib figures as SVG that lives in a page.
 
-Invariant: a chart has its own ids, takes its colours from the page's CSS variables and its fonts
-from the page, says in words what it shows, and refers to nothing outside itself. Text from records
-is text in it, never markup or mathematics.
+A chart has its own ids, takes its colours and fonts from the page, describes in words what it
+shows, and refers to nothing outside itself. Text from records stays text in it, never markup or
+mathematics.
 """
 
 import io
@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-# Numbers as people read them.
-#
-# Invariant: None reads as a dash; units are part of the text.
+# Numbers as people read them, with their units; None is a dash.
 
 NOTHING = "–"
 
@@ -168,9 +166,17 @@ def figure(width: float = 400, height: float = 250) -> Iterator[Any]:
         yield Figure(figsize=(width / 72, height / 72), layout="constrained")
 
 
-def markup(drawn: Any, identity: str, title: str, description: str) -> str:
-    """The figure as an `<svg>` element whose ids all begin with `identity`; call it within the
-    `figure` block."""
+def chart_of(
+    drawn: Any,
+    identity: str,
+    title: str,
+    description: str,
+    *,
+    note: str = "",
+    wide: bool = False,
+) -> Chart:
+    """The figure as a chart, an `<svg>` element whose ids all begin with `identity`; call it within
+    the `figure` block."""
     buffer = io.BytesIO()
     drawn.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     root = ET.fromstring(buffer.getvalue())
@@ -198,7 +204,8 @@ def markup(drawn: Any, identity: str, title: str, description: str) -> str:
         element = ET.Element(tag, {"id": f"{identity}-{tag}"})
         element.text = text
         root.insert(number, element)
-    return ET.tostring(root, encoding="unicode")
+    svg = ET.tostring(root, encoding="unicode")
+    return Chart(identity, title, description, svg, note, wide)
 
 
 def _local(name: str) -> str:

@@ -1,8 +1,7 @@
 """Who generated what when, as a picture of bounded size.
 
-Invariant: every attempt at a trajectory counts, for its worker, its version and its time, whatever
-became of it; workers beyond the rows and versions beyond the colours are added to their neighbours'
-and never left out.
+Every attempt at a trajectory counts, however it ended. Workers beyond the rows and versions beyond
+the colours are added to their neighbours', not left out.
 """
 
 import re
@@ -77,11 +76,11 @@ class TimelineFold:
         self._cells: dict[tuple[int, int], npt.NDArray[np.float64]] = {}
 
     def add(self, occupancies: Iterable[Occupancy]) -> None:
-        """Take occupancies; ValueError for a worker that was not announced."""
+        """Add occupancies; ValueError for a worker that was not announced."""
         for each in occupancies:
             row = self._row_of.get(each.worker)
             if row is None:
-                raise ValueError(f"{each.worker} is none of the timeline's workers")
+                raise ValueError(f"{each.worker} is not one of the timeline's workers")
             place = (row, max(each.version, 0) // self._block)
             cell = self._cells.get(place)
             if cell is None:

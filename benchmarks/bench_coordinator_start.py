@@ -61,7 +61,7 @@ class Writer:
         self.count = 0
 
     def send(self, topic: str, record: object, index: int, key: str) -> int:
-        """Write a record; its offset, since nobody else writes."""
+        """Write a record; returns its offset: there is no other writer."""
         self.writer.send(topic, record, key=key, partition=index)  # type: ignore[arg-type]
         self.count += 1
         offset = self.ends.get((topic, index), 0)

@@ -35,9 +35,8 @@ from dora.bus import (
 )
 from dora.bus.settings import consumer_properties
 from dora.config import KafkaSection
-from dora.consumers.export.jsonl import JsonlTarget
+from dora.consumers.export.directories import DirectoryTarget, JsonlTarget, ParquetTarget
 from dora.consumers.export.run import export_run
-from dora.consumers.export.targets import DirectoryTarget, ParquetTarget
 from dora.core import ring
 from dora.schemas.records import (
     Admission,

@@ -63,7 +63,7 @@ class Cluster:
         self.core.handle(RunStarted("r", "", "", "", 3, 1, GROUP, 5, 1, "", {}, 0), 0, 0, now=0.0)
 
     def event(self, kind: str, *records: Record) -> None:
-        """Takes records, decides, commits; the workers do at once what they are told."""
+        """Takes records, decides, commits; the workers carry out commands at once."""
         self.now += 0.001
         began = time.thread_time()
         for record in records:

@@ -45,11 +45,9 @@ COMMANDS: dict[str, Entry] = {
         "dora.cli.rescore.rescore:rescore", "Score logged trajectories with a new verifier."
     ),
     "inspect": Entry("dora.cli.inspect.inspect:inspect", "List trajectories, or look at one."),
-    "export": Entry(
-        "dora.cli.export.export:export", "Write trajectories as Parquet, tables, data sets."
-    ),
+    "export": Entry("dora.cli.export:export", "Write trajectories as Parquet, tables, data sets."),
     "import": Entry(
-        "dora.cli.imports.command:import_command", "Make prompts, or feed a trainer, from files."
+        "dora.cli.imports:import_command", "Make prompts, or feed a trainer, from files."
     ),
     "report": Entry("dora.cli.report:report", "Write a run as one HTML file with plots."),
     "broker": Entry("dora.cli.broker:broker", "Start, stop and inspect the local Kafka broker."),
@@ -58,9 +56,7 @@ COMMANDS: dict[str, Entry] = {
     "rollout": Entry("dora.cli.rollout:rollout", "Run one rollout worker."),
     "train": Entry("dora.cli.train:train", "Run the trainer of a run."),
     "bench": Entry("dora.cli.bench.bench:bench", "Measure schedules and engines on this machine."),
-    "simulate": Entry(
-        "dora.cli.simulate.simulate:simulate", "Plan: schedules in virtual time, and advice."
-    ),
+    "simulate": Entry("dora.cli.simulate:simulate", "Plan: schedules in virtual time, and advice."),
     "doctor": Entry("dora.cli.doctor:doctor", "Show what this machine lacks, and how to get it."),
     "prepare": Entry("dora.cli.prepare:prepare", "Make the model directory of a run.", hidden=True),
 }

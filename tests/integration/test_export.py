@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from dora.bus import LogWriter
+from dora.consumers.export.directories import UNFINISHED as DRAFT
 from dora.consumers.export.rows import SOURCE_KEY, Source
-from dora.consumers.export.targets import UNFINISHED as DRAFT
 from dora.log.run_log import RunLog
 from dora.schemas.records import GroupRef, SampleRef, Step, unpack_logprobs, unpack_tokens
 from tests.brokers import Cluster

@@ -7,8 +7,8 @@ from pathlib import Path
 import filelock
 import pytest
 
+from dora.consumers.export.directories import UNFINISHED as DRAFT
 from dora.consumers.export.targets import LOCK
-from dora.consumers.export.targets import UNFINISHED as DRAFT
 from dora.core import ring
 from tests.brokers import Cluster
 from tests.exports import CLOSED, FORMATS, export, rows, summary, visible

@@ -94,7 +94,7 @@ def train(settings: ClusterSettings, config: Config) -> None:
 
 def exported_lines(directory: Path, *changes: dict[str, Any]) -> list[Path]:
     """A file of two groups, with `changes` to its rows in turn."""
-    from dora.consumers.export.jsonl import lines
+    from dora.consumers.export.directories import lines
 
     batch = rows_of([*group(0, 0, [0.0, 1.0]), *group(0, 1, [0.0, 1.0])])
     rows = [json.loads(line) for line in lines(batch)]

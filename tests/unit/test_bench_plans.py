@@ -5,25 +5,25 @@ from pathlib import Path
 import pytest
 
 from dora.bench.comparison import Span, Timeline
+from dora.bench.emulated import EmulatedWorkload, emulated_preset, run_sets, schedule_plans
 from dora.bench.plots import plot_curves, plot_schedules
-from dora.cli.bench.real import summary_of
-from dora.cli.bench.workload import Workload, load_source, plans, preset_workload, run_source
+from dora.bench.real import summary_of
 from dora.config import Config
-from dora.config.loading import KafkaOverrides
+from dora.config.loading import KafkaOverrides, load_config
 from dora.simulation.presets import PRESETS, RIVALS
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def workload(directory: Path, name: str = "paper-16", *sets: str) -> Workload:
-    return preset_workload(name, sets, KafkaOverrides(), directory=directory, time_scale=0.02)
+def workload(directory: Path, name: str = "paper-16", *sets: str) -> EmulatedWorkload:
+    return emulated_preset(name, sets, KafkaOverrides(), directory=directory, time_scale=0.02)
 
 
-def configs(work: Workload, directory: Path, split: str = "auto") -> dict[str, Config]:
+def configs(work: EmulatedWorkload, directory: Path, split: str = "auto") -> dict[str, Config]:
     found = {}
-    for plan in plans(work, RIVALS, split, None, 5):
-        source = run_source(work, plan, "one", directory, directory)
-        found[plan.variant.name] = load_source(source, KafkaOverrides())
+    for plan in schedule_plans(work, RIVALS, split, None, 5):
+        sets = run_sets(plan, "one", directory)
+        found[plan.variant.name] = load_config(work.path, sets=sets)
     return found
 
 
@@ -54,10 +54,10 @@ def test_schedules_differ_in_schedule_bound_and_devices_only(tmp_path: Path) -> 
 
 def test_what_is_measured_ends_before_a_run_stops_to_start_groups(tmp_path: Path) -> None:
     work = workload(tmp_path)
-    for plan in plans(work, RIVALS, "auto", None, 5):
+    for plan in schedule_plans(work, RIVALS, "auto", None, 5):
         bound = plan.variant.max_staleness
         assert plan.warmup == (1 if bound == 0 else bound + 2)
-        config = load_source(run_source(work, plan, "one", tmp_path, tmp_path), KafkaOverrides())
+        config = load_config(work.path, sets=run_sets(plan, "one", tmp_path))
         assert config.trainer.steps == plan.warmup + 5 + bound
 
 

@@ -10,12 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dora.cli.export.export import wanted_versions
+from dora.cli.export import wanted_versions
 from dora.consumers.export import rows as export_rows
-from dora.consumers.export.jsonl import JsonlTarget, lines
+from dora.consumers.export.directories import DirectoryTarget, JsonlTarget, ParquetTarget, lines
 from dora.consumers.export.rows import Source, batch_of, batches
 from dora.consumers.export.run import spans
-from dora.consumers.export.targets import DirectoryTarget, ParquetTarget
 from dora.consumers.inspect.rows import Fate, Fates
 from dora.errors import RunError, UsageError
 from dora.log.run_log import Placed

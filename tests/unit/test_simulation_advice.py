@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from dora.bench.workloads import config_workload, measured_workload, resized
 from dora.cli.main import cli
-from dora.cli.simulate.workload import config_workload, measured_workload, resized
 from dora.errors import UsageError
 from dora.simulation.advice import Case, Verdict, advise, best_splits, judge, slice_of
 from dora.simulation.presets import PRESETS, Preset, preset_named, schedule_variant

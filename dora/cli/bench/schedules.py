@@ -1,35 +1,23 @@
 """`dora bench schedules`: compares schedules on emulated devices, over real Kafka."""
 
 import json
-import shutil
-import time
-from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
-from rich.console import Console
 
-from dora.bench.comparison import RunResult, Timeline, compare, limits, timeline
+from dora.bench.comparison import compare, limits
+from dora.bench.emulated import ScheduleBench, emulated_config, emulated_preset, schedule_plans
 from dora.bench.plots import check_plot, plot_schedules
-from dora.cli.bench.run import figures_table, spread, staleness, violations
-from dora.cli.bench.workload import (
-    BenchPlan,
-    Workload,
-    config_workload,
-    load_source,
-    plans,
-    preset_workload,
-    run_source,
-)
+from dora.cli.bench.launch import LocalLauncher
+from dora.cli.bench.tables import show_schedules
 from dora.cli.console import wide_console
 from dora.cli.options import cluster_options
-from dora.cli.simulate.workload import check_workload_named, workload_options
+from dora.cli.simulate import check_workload_named, workload_options
 from dora.config.loading import KafkaOverrides
 from dora.errors import UsageError
 from dora.simulation.presets import RIVALS
 
-_READ_SECONDS = 1800.0
 _TIME_SCALE = 0.05
 """20 emulated seconds pass in one second here."""
 
@@ -99,27 +87,27 @@ def schedules(
     if json_path is not None and not json_path.absolute().parent.is_dir():
         raise UsageError(f"--json {json_path}: there is no such directory")
     if preset is not None:
-        workload = preset_workload(
+        workload = emulated_preset(
             preset, sets, overrides, directory=directory, time_scale=time_scale or _TIME_SCALE
         )
     else:
         assert config_path is not None
-        workload = config_workload(config_path, sets, overrides, time_scale)
-    chosen = plans(workload, [n.strip() for n in names.split(",")], split, warmup, steps)
+        workload = emulated_config(config_path, sets, overrides, time_scale)
+    chosen = schedule_plans(workload, [n.strip() for n in names.split(",")], split, warmup, steps)
     bench = ScheduleBench(
-        workload, chosen, steps, directory, overrides, broker_directory,
-        keep=keep, chunks=not no_chunks,
+        workload, chosen, steps, directory, LocalLauncher(overrides, broker_directory),
+        partial(click.echo, err=True), keep=keep, chunks=not no_chunks,
     )  # fmt: skip
     bench.check()
     for repeat in range(repeats):
-        # Every other time backwards, so that a machine that grows slower hurts all alike.
+        # Every other time backwards: a machine that grows slower then slows all schedules.
         for plan in chosen if repeat % 2 == 0 else chosen[::-1]:
             bench.run(plan, repeat)
             if json_path is not None:
-                json_path.write_text(json.dumps(bench.report(), indent=2) + "\n", encoding="utf-8")
+                json_path.write_text(json.dumps(bench.to_json(), indent=2) + "\n", encoding="utf-8")
     summaries = compare(bench.results)
     ordered = {p.variant.name: summaries[p.variant.name] for p in chosen}
-    show(ordered, wide_console())
+    show_schedules(ordered, wide_console())
     found = limits(bench.results)
     for sentence in found:
         click.echo(f"warning: {sentence}", err=True)
@@ -132,123 +120,3 @@ def schedules(
     if plot is not None:
         title = f"{workload.preset.name}: {workload.preset.devices} devices, over Apache Kafka"
         plot_schedules(plot, title, ordered, [bench.timelines[name] for name in ordered])
-
-
-@dataclass(slots=True)
-class ScheduleBench:
-    """Carries out runs and keeps their results."""
-
-    workload: Workload
-    plans: list[BenchPlan]
-    steps: int
-    directory: Path
-    overrides: KafkaOverrides
-    broker_directory: Path
-    keep: bool
-    chunks: bool
-    chunk_tokens: int = 0
-    results: list[RunResult] = field(default_factory=list)
-    timelines: dict[str, Timeline] = field(default_factory=dict)
-
-    def check(self) -> None:
-        """Load the configuration of every plan; ConfigError if one is impossible."""
-        for plan in self.plans:
-            source = run_source(
-                self.workload, plan, "bench", self.directory / "runs", self.broker_directory
-            )
-            self.chunk_tokens = load_source(source, self.overrides).rollout.chunk_tokens
-
-    def run(self, plan: BenchPlan, repeat: int) -> None:
-        """Run one schedule, measure and audit it, and remove what it left."""
-        from dora.bench.measures import measure
-        from dora.bus.settings import cluster_settings
-        from dora.bus.topics import TopicAdmin
-        from dora.cli.bench.run import find_cluster, run_name, run_steps
-        from dora.consumers.audit import audit_run
-        from dora.log.schedule_log import read_schedule_log
-
-        schedule = plan.variant.name
-        partial = plan.variant.kind == "partial"
-        name = run_name(schedule)
-        runs = self.directory / "runs"
-        source = run_source(self.workload, plan, name, runs, self.broker_directory)
-        source = replace(source, sets=(*source.sets, f"run.seed={repeat}"))
-
-        def report(text: str) -> None:
-            click.echo(f"{schedule}, repeat {repeat + 1}: {text}", err=True)
-
-        config = load_source(source, self.overrides)
-        config = find_cluster(config, self.broker_directory, report)
-        settings = cluster_settings(config.kafka)
-        began = time.monotonic()
-        report(f"{config.rollout.workers} devices generate; {plan.warmup} steps of warm-up")
-        followed = run_steps(
-            config, source, settings, warmup=plan.warmup, steps=self.steps, report=report
-        )
-        log = read_schedule_log(settings, name, _READ_SECONDS)
-        measures = measure(log, plan.warmup, self.steps, plan.emulation)
-        audit = audit_run(settings, name, chunks=self.chunks, deadline=_READ_SECONDS)
-        broken = dict(audit.violations)
-        mixed = broken.pop("mixed_version") if partial else 0
-        scale = self.workload.time_scale
-        ideal = self.workload.work.ideal_seconds(measures.tokens)
-        result = RunResult(
-            schedule, repeat, plan.rollout, measures, ideal, followed.processor_share,
-            sum(broken.values()), mixed,
-        )  # fmt: skip
-        self.results.append(result)
-        self.timelines[schedule] = timeline(
-            log, schedule, plan.warmup, self.steps, scale, interrupts=partial
-        )
-        for finding in audit.findings:
-            if not partial or finding.kind != "mixed_version":
-                report(f"audit: {finding.sentence}")
-        if not self.keep:
-            with TopicAdmin(settings) as admin:
-                admin.delete(name)
-            shutil.rmtree(config.run_directory)
-        report(
-            f"{measures.step_seconds:.0f} s a step, {result.ideal_share:.3f} of the ideal "
-            f"({time.monotonic() - began:.0f} s)"
-        )
-
-    def report(self) -> dict[str, Any]:
-        """The JSON object: workload, a figure of each name by schedule, runs and timelines."""
-        preset = self.workload.preset
-        return {
-            "workload": asdict(preset),
-            "time_scale": self.workload.time_scale,
-            "warmup": {plan.variant.name: plan.warmup for plan in self.plans},
-            "steps": self.steps,
-            "chunk_tokens": self.chunk_tokens,
-            "schedules": compare(self.results),
-            "limits": limits(self.results),
-            "runs": [
-                asdict(result) | {"ideal_share": result.ideal_share} for result in self.results
-            ],
-            "timelines": {name: asdict(each) for name, each in self.timelines.items()},
-        }
-
-
-def show(summaries: dict[str, dict[str, Any]], console: Console) -> None:
-    """Print the table."""
-    heads = (
-        "schedule", "R", "step s", "of ideal", "x sync", "trainer idle", "rollout only",
-        "staleness mean/max", "moves/step", "overhead", "violations",
-    )  # fmt: skip
-    table = figures_table("schedules: mean (smallest-largest over repeats)", heads)
-    for name, summary in summaries.items():
-        table.add_row(
-            name,
-            str(summary["rollout_devices"]),
-            spread(summary, "step_seconds", "{:.0f}"),
-            spread(summary, "ideal_share", "{:.3f}"),
-            spread(summary, "ratio_to_sync", "{:.2f}"),
-            spread(summary, "trainer_idle_share", "{:.2f}"),
-            spread(summary, "rollout_only_share", "{:.2f}"),
-            staleness(summary),
-            spread(summary, "migrations", "{:.1f}"),
-            f"{summary['overhead_share']:.2%}",
-            violations(summary),
-        )
-    console.print(table)

@@ -1,9 +1,9 @@
 """The Iceberg table that a run is exported to.
 
-Invariant: a change of the catalog's pointer adds one version: its data file, its `Source` among the
-snapshot's properties, and the same under a property of the table, which stays when snapshots
-expire. Data files are written beforehand and belong to no snapshot until then; one whose commit is
-known to have failed is removed.
+A change of the catalog's pointer adds one version: its data file, its `Source` among the snapshot's
+properties, and the same under a property of the table, which stays when snapshots expire. Data
+files are written beforehand and belong to no snapshot until then; one whose commit is known to have
+failed is removed.
 """
 
 import uuid
@@ -16,9 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dora import faults
-from dora.consumers.export.lake import EXTRA, Guarded, LakeTarget
-from dora.consumers.export.rows import SOURCE_KEY, Source
-from dora.consumers.export.targets import PARQUET_OPTIONS, Say, refusal
+from dora.consumers.export.rows import PARQUET_OPTIONS, SOURCE_KEY, Source
+from dora.consumers.export.targets import EXTRA, Report, TableTarget, WatchedBatches, disk_error
 from dora.errors import ExportError, UsageError, first_line
 from dora.log.table_schema import SCHEMA
 from dora.schemas.records import RunStarted
@@ -64,11 +63,11 @@ _REFUSED = (
 """What catalogs and storage raise; pyiceberg's exceptions have no base of their own."""
 
 
-class IcebergTarget(LakeTarget):
+class IcebergTarget(TableTarget):
     """The table `dora.<run>` of a catalog in SQLite in the directory `place`, its data below.
 
     With `catalog` (a name of pyiceberg's configuration, or any name with its properties as
-    `storage`) `place` is the table's name there, with its namespace. Raises as `LakeTarget` does.
+    `storage`) `place` is the table's name there, with its namespace. Raises as `TableTarget` does.
     """
 
     marker = CATALOG_FILE
@@ -77,7 +76,7 @@ class IcebergTarget(LakeTarget):
         self,
         place: Path,
         run: RunStarted,
-        say: Say,
+        report: Report,
         *,
         catalog: str | None = None,
         storage: Mapping[str, str] | None = None,
@@ -91,34 +90,34 @@ class IcebergTarget(LakeTarget):
         else:
             self._identifier = _identifier(str(place))
             name = f"table {place} of the catalog {catalog}"
-        super().__init__(name, place if catalog is None else None, run, say, storage or {})
+        super().__init__(name, place if catalog is None else None, run, report, storage or {})
 
     def write(self, source: Source, batches: Iterator[pa.RecordBatch]) -> int:
-        """See `Target.write`."""
+        """Add or replace the version in one commit, as `Target.write`."""
         version = source.version
         folder = f"{self._table.location().rstrip('/')}/data/version={version}"
         path = f"{folder}/{uuid.uuid4()}.parquet"
-        guarded = Guarded(batches)
+        watched = WatchedBatches(batches)
         try:
             if self.directory is not None and version not in self.exported:
-                self.sweep(_local(folder))
-            rows, size = self._stage(path, source, iter(guarded))
+                self.remove_unfinished(_local(folder))
+            rows, size = self._stage(path, source, iter(watched))
             faults.point("export.version_written")
             self._commit(source, path if rows else None)
         except _REFUSED as error:
-            if guarded.error is not None:
-                raise guarded.error from None
-            raise self.failed(version, first_line(error)) from error
+            if watched.error is not None:
+                raise watched.error from None
+            raise self.write_error(version, first_line(error)) from error
         if not rows:
             self._discard(path)
         self.exported[version] = source
         return size if rows else 0
 
-    def belongs(self, entry: Path) -> bool:
+    def may_be_own(self, entry: Path) -> bool:
         """Nothing, without a catalog."""
         return False
 
-    def look(self) -> dict[int, Source]:
+    def read_exported(self) -> dict[int, Source]:
         """The versions that commits added; UsageError if the table is another's."""
         catalog = self._open_catalog()
         try:
@@ -127,21 +126,20 @@ class IcebergTarget(LakeTarget):
             except NoSuchTableError:
                 self._table = self._create(catalog)
         except _REFUSED as error:
-            raise ExportError(
-                f"cannot open {self.place}: {type(error).__name__}: {self.hide(first_line(error))}"
-            ) from None
+            why = f"{type(error).__name__}: {self.redact(first_line(error))}"
+            raise ExportError(f"cannot open {self.place}: {why}") from None
         properties = self._table.properties
         if _RUN not in properties:
-            raise self.foreign("an Iceberg table that no export of dora made")
-        self.check_run(properties[_RUN], properties.get(_RUN_ID, ""))
+            raise self.foreign_error("an Iceberg table that no export of dora made")
+        self.check_same_run(properties[_RUN], properties.get(_RUN_ID, ""))
         if not _same_columns(self._table.schema()):
-            raise self.other_columns(f"it was made by dora {properties.get(_DORA)}")
+            raise self.columns_error(f"it was made by dora {properties.get(_DORA)}")
         try:
             sources = [
                 Source.from_json(properties[key]) for key in properties if key.startswith(_PREFIX)
             ]
         except ValueError as error:
-            raise self.foreign("an Iceberg table of somebody else", error) from error
+            raise self.foreign_error("an Iceberg table of somebody else", error) from error
         return {source.version: source for source in sources}
 
     def _open_catalog(self) -> Any:
@@ -160,7 +158,7 @@ class IcebergTarget(LakeTarget):
         except _REFUSED as error:
             raise ExportError(
                 f"cannot open the Iceberg catalog for {self.place}: {type(error).__name__}: "
-                f"{self.hide(first_line(error))}",
+                f"{self.redact(first_line(error))}",
                 hint=None
                 if name is None
                 else "Give its properties with --property key=value, or in pyiceberg's own "
@@ -266,7 +264,7 @@ class IcebergTarget(LakeTarget):
             except FileNotFoundError:
                 pass
             except OSError as error:
-                self._say(f"{refusal(f'could not remove {path}', error).message}")
+                self._report(f"{disk_error(f'could not remove {path}', error).message}")
 
 
 def _identifier(text: str) -> tuple[str, ...]:

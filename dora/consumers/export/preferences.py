@@ -1,7 +1,7 @@
 """Data sets for fine-tuning: of each group its best response, or its best and its worst.
 
-Invariant: what a version's file holds follows from the version's rows, the tokenizer and the
-`Choice`, which stands in the file; a directory never mixes two choices.
+A version's file follows from the version's rows, the tokenizer and the `Choice`, which is recorded
+in the file; a directory never mixes two choices.
 """
 
 import json
@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dora.consumers.export.directories import DirectoryTarget
 from dora.consumers.export.rows import SOURCE_KEY, Source
-from dora.consumers.export.targets import DirectoryTarget, Say
+from dora.consumers.export.targets import Report
 from dora.core.preferences import Candidate, Choice, Chosen
 from dora.errors import UsageError
 from dora.schemas.records import RunStarted
@@ -28,7 +29,7 @@ Messages = Sequence[dict[str, str]]
 
 
 class Texts(Protocol):
-    """What the run's tokenizer and its task say of tokens."""
+    """The texts of tokens, by the run's tokenizer and its task."""
 
     def prompt(self, token_ids: Sequence[int]) -> str:
         """Their text, without what the tokenizer puts before every text by itself."""
@@ -75,15 +76,21 @@ class PreferenceTarget(DirectoryTarget):
     file_name = "train.parquet"
 
     def __init__(
-        self, directory: Path, run: RunStarted, say: Say, *, choice: Choice, texts: Texts | None
+        self,
+        directory: Path,
+        run: RunStarted,
+        report: Report,
+        *,
+        choice: Choice,
+        texts: Texts | None,
     ) -> None:
         self._choice = choice
         self._optional_texts = texts  # None with the form `tokens`, which needs none
         self._schema = schema_of(choice)
-        super().__init__(directory, run, say)
+        super().__init__(directory, run, report)
         self.details["examples"] = 0  # beside how many groups gave none for which reason
 
-    def fill(self, draft: Path, source: Source, batches: Iterator[pa.RecordBatch]) -> None:
+    def write_file(self, draft: Path, source: Source, batches: Iterator[pa.RecordBatch]) -> None:
         """The version's examples in the order of their prompts."""
         chosen = choose(batches, self._choice)
         rows = [self._row(source, group, picked) for group, picked in chosen.examples(self.details)]

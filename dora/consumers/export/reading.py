@@ -1,9 +1,8 @@
 """A run's trajectories, version by version, for an export.
 
-Invariant: each record of the trajectories is read once, whatever the number of versions: those of a
-slot follow one another in its partitions, and a reader of their own goes through them. A version is
-given out only with every sample that the ledger names; a record that is none of the run's becomes a
-dead letter and nothing more.
+Each record of the trajectories is read once, whatever the number of versions: the versions of a
+slot follow one another in its partitions, and a reader of its own goes through them. A version is
+complete only with every sample that the ledger names. A foreign record becomes a dead letter.
 """
 
 import time
@@ -37,29 +36,29 @@ class StillOpen(DoraError):
 
 
 class ExportLog(RunLog):
-    """A run's log that knows which records of ledger, policies and journal do not belong there."""
+    """A run's log that keeps the foreign records of ledger, policies and journal."""
 
     def __init__(
-        self, settings: ClusterSettings, run: str, *, deadline: float, write_letters: bool
+        self, settings: ClusterSettings, run: str, *, deadline: float, write_dead_letters: bool
     ) -> None:
         self._foreign: list[tuple[Message, str]] = []
         super().__init__(settings, run, deadline=deadline)
-        self.letters = ForeignRecords(
+        self.dead_letters = ForeignRecords(
             settings,
             self.topics,
             "export",
-            write=write_letters and self.topics.dead_letters in self._partitions,
+            write=write_dead_letters and self.topics.dead_letters in self._partitions,
             deadline=deadline,
         )
 
-    def hand_over(self) -> None:
-        """Make what was found so far dead letters."""
-        for message, what in self._foreign:
-            self.letters.add(message, what)
+    def write_foreign(self) -> None:
+        """Make dead letters of the foreign records that were read so far."""
+        for message, reason in self._foreign:
+            self.dead_letters.add(message, reason)
         self._foreign.clear()
 
     def _note(self, message: Message, what: str | None = None) -> None:
-        self._foreign.append((message, what or _what(message)))
+        self._foreign.append((message, what or _misplaced(message)))
         super()._note(message, what)
 
 
@@ -127,12 +126,12 @@ class VersionReader(Closeable):
     def trajectories(self, version: int) -> Iterator[Placed[Trajectory]]:
         """The counted trajectories of `version`, lane by lane as they come.
 
-        When all were given out: NotWhole if one is missing that the ledger names, StillOpen if an
-        evaluation is not finished; dead letters are then in the log.
+        After the last one: NotWhole if one is missing that the ledger names, StillOpen if an
+        evaluation is not finished. Dead letters are then in the log.
         """
         seen: set[str] = set()
         for message in self._messages(version):
-            record = self._own(message)
+            record = self._own_trajectory(message)
             if record is None:
                 continue
             if record.trajectory_id in seen or record.policy_version != version:
@@ -140,23 +139,23 @@ class VersionReader(Closeable):
                 continue
             seen.add(record.trajectory_id)
             yield Placed(message.partition, message.offset, record)
-        self._log.letters.flush()
+        self._log.dead_letters.flush()
         if reason := self.versions.lost(version, seen):
             raise NotWhole(reason)
         if reason := self.versions.unevaluated(version, seen):
             raise StillOpen(reason)
 
     def close(self) -> None:
-        """Let go of the cluster's connections."""
+        """Close the connections to the cluster."""
         self._stack.close()
 
-    def _own(self, message: Message) -> Trajectory | None:
+    def _own_trajectory(self, message: Message) -> Trajectory | None:
         """The trajectory of a group of the run, if that is what was read."""
         record = message.value
         if not isinstance(record, Trajectory):
-            self._log.letters.add(message, _what(message))
+            self._log.dead_letters.add(message, _misplaced(message))
         elif reason := self.versions.misfit(record, message.partition):
-            self._log.letters.add(message, reason)
+            self._log.dead_letters.add(message, reason)
         elif record.group_id in self._log.admissions:
             return record
         return None
@@ -190,7 +189,7 @@ class VersionReader(Closeable):
         return left
 
 
-def _what(message: Message) -> str:
+def _misplaced(message: Message) -> str:
     value = message.value
     if isinstance(value, Unreadable):
         return f"cannot be read: {value.reason}"

@@ -1,8 +1,8 @@
 """Trajectories as rows of a table, in batches of Arrow, and where they come from.
 
-Invariant: a row follows from one counted trajectory and from what the ledger says of its group, so
-that the rows of a closed version never change; what is not known is null, never a number that
-stands for it. At most one batch is held in memory, without the records that it was made of.
+A row follows from one counted trajectory and from what the ledger says of its group: the rows of a
+closed version never change. What is not known is null. At most one batch is held in memory, without
+the records that it was made of.
 """
 
 import json
@@ -67,6 +67,13 @@ TOKEN_COLUMNS = (
 SOURCE_KEY = "dora.source"
 """Under this name targets keep the `Source` in file metadata and table properties."""
 
+PARQUET_OPTIONS: dict[str, Any] = {
+    "compression": "zstd",
+    # Dictionaries of token ids and of numbers that never repeat take four times as long to write
+    # and are no smaller. Splitting bytes puts the few bits that floats share beside each other.
+    "use_dictionary": [name for name in SCHEMA.names if name not in TOKEN_COLUMNS],
+    "column_encoding": {"response_logprobs.list.element": "BYTE_STREAM_SPLIT"},
+}
 
 _PLAIN = (
     "run",
@@ -153,7 +160,7 @@ def batch_of(placed: Sequence[Placed[Trajectory]], fates: Sequence[Fate]) -> pa.
 
 
 def _microseconds(milliseconds: int) -> int:
-    """A clock's nonsense becomes the nearest time that a calendar has: years 1 to 9999."""
+    """A time outside the calendar's years 1 to 9999 becomes the nearest one inside."""
     return 1000 * max(_FIRST_MS, min(_LAST_MS, milliseconds))
 
 

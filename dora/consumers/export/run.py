@@ -1,8 +1,8 @@
 """Exporting a run: the closed versions that a target does not hold yet, oldest first.
 
-Invariant: exactly once. What was exported is what the target says; a version is added whole with
-its offsets or not at all, and dead letters are in the log before the version that they lay in is in
-the target. So an export may be interrupted anywhere and started again.
+An export may be interrupted anywhere and started again, and each version is in the target once: the
+target says what was exported, a version is added whole with its offsets or not at all, and dead
+letters are in the log before the version in which they lay is in the target.
 """
 
 import time
@@ -16,7 +16,7 @@ from dora import faults
 from dora.bus.settings import ClusterSettings
 from dora.consumers.export.reading import ExportLog, NotWhole, StillOpen, VersionReader
 from dora.consumers.export.rows import batches
-from dora.consumers.export.targets import Say, Target
+from dora.consumers.export.targets import Report, Target
 from dora.consumers.inspect.rows import Fates
 from dora.errors import ExportError, RunError
 from dora.schemas.records import RunStarted
@@ -25,7 +25,7 @@ OpenTarget = Callable[[RunStarted], Target]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class VersionRange:
     """Which versions: from `first` to `last` (None: without bound), both included."""
 
     first: int | None = None
@@ -82,38 +82,38 @@ def export_run(
     run: str,
     open_target: OpenTarget,
     *,
-    wanted: Wanted = Wanted(),
+    wanted: VersionRange = VersionRange(),
     ended: bool = False,
-    write_letters: bool = True,
+    write_dead_letters: bool = True,
     deadline: float = 3600.0,
-    say: Say = lambda text: None,
+    report: Report = lambda text: None,
 ) -> Summary:
     """Bring the target up to the closed versions of `run` within `wanted`.
 
     With `ended` the run counts as over. Raises TopicError or RunError if there is no such run or
-    version, RunError if the one version asked for may still change, what the target raises at its
-    door, ExportError when it refuses rows, DeadlineError after `deadline` seconds and BusError if
+    version, RunError if the one version asked for may still change, what `open_target`
+    raises, ExportError when it refuses rows, DeadlineError after `deadline` seconds and BusError if
     the cluster fails.
     """
     began = time.monotonic()
-    log = ExportLog(settings, run, deadline=deadline, write_letters=write_letters)
+    log = ExportLog(settings, run, deadline=deadline, write_dead_letters=write_dead_letters)
     if wanted.single is not None:
         log.check_version(wanted.single)
     left = max(1.0, deadline - (time.monotonic() - began))
     with (
         open_target(log.started) as target,
         VersionReader(settings, log, ended=ended, deadline=left) as reader,
-        log.letters as letters,
+        log.dead_letters as dead_letters,
     ):
-        log.hand_over()
-        export = _Export(run, log, reader, target, say)
+        log.write_foreign()
+        export = _Export(run, log, reader, target, report)
         for version in reader.versions.numbers:
             if version in wanted:
-                export.take(version)
-        letters.flush()
+                export.add(version)
+        dead_letters.flush()
         summary = export.summary
         summary.duplicates = reader.duplicates
-        summary.foreign, summary.dead_letters = letters.seen, letters.written
+        summary.foreign, summary.dead_letters = dead_letters.seen, dead_letters.written
         summary.unreadable = list(log.unreadable)
         summary.details = dict(target.details)
     if wanted.single is not None and wanted.single in summary.open:
@@ -128,17 +128,17 @@ def export_run(
 
 class _Export:
     def __init__(
-        self, run: str, log: ExportLog, reader: VersionReader, target: Target, say: Say
+        self, run: str, log: ExportLog, reader: VersionReader, target: Target, report: Report
     ) -> None:
         self._log = log
         self._reader = reader
         self._target = target
-        self._say = say
+        self._report = report
         self._fates = Fates(log)
         self._there = dict(target.exported)
         self.summary = Summary(run, target.place)
 
-    def take(self, version: int) -> None:
+    def add(self, version: int) -> None:
         """Export `version`, or note why not."""
         versions, summary = self._reader.versions, self.summary
         there = self._there.get(version)
@@ -159,7 +159,7 @@ class _Export:
             trajectories = self._reader.trajectories(version)
             for batch in batches(trajectories, self._log.admissions, self._fates):
                 counted += batch.num_rows
-                self._say(f"version {version}: {counted:,} rows")
+                self._report(f"version {version}: {counted:,} rows")
                 yield batch
                 faults.point("export.batch_read")
 

@@ -1,43 +1,31 @@
-"""Where exported versions go, and the directory of Parquet files.
+"""Where exported versions go: what directories and the tables of a lakehouse have in common.
 
-Invariant: a version is in a target whole, together with the offsets that it came from, or not at
-all. In a directory a version is one file below `version=N/`, which appears by a rename after it was
-flushed to the disk; what a crash leaves behind is named `.unfinished-...` and removed by the next
-export. A directory that is not this run's export is refused before anything is written.
+A version is in a target whole, together with the offsets that it came from, or not at all. A place
+that is not this run's export is refused before anything is written, and one export at a time writes
+to a directory of this machine.
 """
 
 import errno
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import filelock
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from dora import faults
 from dora.closeable import Closeable
-from dora.consumers.export.rows import SOURCE_KEY, TOKEN_COLUMNS, Source
+from dora.consumers.export.rows import Source
 from dora.errors import ExportError, InUseError, UsageError
-from dora.log.table_schema import SCHEMA, VERSION_PREFIX, exported_version
+from dora.log.table_schema import SCHEMA
 from dora.schemas.records import RunStarted
-from dora.weights.store import flush_entry
 
-UNFINISHED = ".unfinished-"
 LOCK = ".dora-export.lock"
+EXTRA = "Install dora with its extra `lakes`: pip install 'dora-rl[lakes]'."
+_FULL = ("no space left", "quota", "file too large")
 
-PARQUET_OPTIONS: dict[str, Any] = {
-    "compression": "zstd",
-    # Dictionaries of token ids and of numbers that never repeat take four times as long to write
-    # and are no smaller. Splitting bytes puts the few bits that floats share beside each other.
-    "use_dictionary": [name for name in SCHEMA.names if name not in TOKEN_COLUMNS],
-    "column_encoding": {"response_logprobs.list.element": "BYTE_STREAM_SPLIT"},
-}
-
-Say = Callable[[str], None]
-"""Takes a sentence for the person who exports."""
+Report = Callable[[str], None]
+"""Gets a sentence for the person who exports."""
 
 
 class Target(Closeable):
@@ -51,32 +39,32 @@ class Target(Closeable):
     """
 
     marker: str | None = None
-    """Where the directory holds an entry of this name, everything in it is the table's own."""
+    """If the directory holds an entry of this name, everything in it is the table's own."""
 
-    def __init__(self, place: str, directory: Path | None, run: RunStarted, say: Say) -> None:
+    def __init__(self, place: str, directory: Path | None, run: RunStarted, report: Report) -> None:
         self.place = place
         self.directory = directory
         self.details: Counter[str] = Counter()
-        """What else there is to tell about what was written, by name."""
+        """Further counts of what was written, by name."""
         self._started = run
-        self._say = say
-        self._lock = None if directory is None else self._claim(directory)
+        self._report = report
+        self._lock = None if directory is None else self._lock_directory(directory)
         try:
-            self.exported = self.look()
+            self.exported = self.read_exported()
             """The versions that are in there, by the target's own metadata."""
         except OSError as error:
             self.close()
-            raise refusal(f"cannot read {place}", error) from error
+            raise disk_error(f"cannot read {place}", error) from error
         except BaseException:
             self.close()
             raise
 
     @abstractmethod
-    def belongs(self, entry: Path) -> bool:
+    def may_be_own(self, entry: Path) -> bool:
         """Whether an export of this format may have put `entry` into its directory."""
 
     @abstractmethod
-    def look(self) -> dict[int, Source]:
+    def read_exported(self) -> dict[int, Source]:
         """Open what is there: the versions in it. Raises like the constructor, or OSError."""
 
     @abstractmethod
@@ -98,10 +86,10 @@ class Target(Closeable):
         if any(entry.name == self.marker for entry in entries):
             return
         for entry in entries:
-            if entry.name != LOCK and not self.belongs(entry):
-                raise self.foreign(entry)
+            if entry.name != LOCK and not self.may_be_own(entry):
+                raise self.foreign_error(entry)
 
-    def check_run(self, run: str, run_id: str, found: str = "") -> None:
+    def check_same_run(self, run: str, run_id: str, found: str = "") -> None:
         """UsageError if what was `found` there was made of another run."""
         mine = self._started
         if (run, run_id) != (mine.run, mine.run_id):
@@ -111,8 +99,8 @@ class Target(Closeable):
                 hint=f"Name another place for run {mine.run}.",
             )
 
-    def foreign(self, what: Path | str, why: object = None) -> UsageError:
-        """`what`, a path or in words, lies where the export should be."""
+    def foreign_error(self, what: Path | str, why: object = None) -> UsageError:
+        """The error for `what`, a path or in words, that lies where the export should be."""
         if isinstance(what, Path):
             what = f"something that this export did not put there: {what}"
         return UsageError(
@@ -122,14 +110,14 @@ class Target(Closeable):
         )
 
     @property
-    def whole(self) -> str:
-        """What to tell who could not add a version."""
+    def resume_hint(self) -> str:
+        """What to do after a version could not be added."""
         return (
             f"The versions that were exported before are whole ({len(self.exported)} of them): "
             "run the same command again and it goes on with this one."
         )
 
-    def _claim(self, directory: Path) -> filelock.BaseFileLock:
+    def _lock_directory(self, directory: Path) -> filelock.BaseFileLock:
         lock = filelock.FileLock(directory / LOCK)
         try:
             if directory.is_dir():
@@ -144,128 +132,73 @@ class Target(Closeable):
                 hint="Wait until it has ended, or name another directory.",
             ) from error
         except OSError as error:
-            raise refusal(f"cannot write to {directory}", error) from error
+            raise disk_error(f"cannot write to {directory}", error) from error
         return lock
 
 
-class DirectoryTarget(Target):
-    """A directory with one file per version."""
+class TableTarget(Target):
+    """A table of one run. `storage` are properties of where it is kept, some of them secrets: no
+    message holds their values."""
 
-    file_name: str
-    """Of a version's file."""
-    sidecar: str | None = None
-    """Of the file beside it that holds its `Source`, where the format has no room for it."""
-    directory: Path
+    def __init__(
+        self,
+        place: str,
+        directory: Path | None,
+        run: RunStarted,
+        report: Report,
+        storage: Mapping[str, str],
+    ) -> None:
+        self._storage = dict(storage)
+        super().__init__(place, directory, run, report)
 
-    def __init__(self, directory: Path, run: RunStarted, say: Say) -> None:
-        super().__init__(str(directory), directory, run, say)
-
-    def write(self, source: Source, batches: Iterator[pa.RecordBatch]) -> int:
-        """See `Target.write`."""
-        draft = self.directory / f"{UNFINISHED}{VERSION_PREFIX}{source.version}"
-        home = self.directory / f"{VERSION_PREFIX}{source.version}"
-        try:
-            self.fill(draft, source, batches)
-            size = draft.stat().st_size
-            flush_entry(draft)
-            faults.point("export.version_written")
-            home.mkdir(exist_ok=True)
-            draft.replace(home / self.file_name)
-            flush_entry(home)
-            faults.point("export.version_placed")
-            if self.sidecar is not None:
-                draft.write_text(source.to_json() + "\n", encoding="utf-8")
-                flush_entry(draft)
-                draft.replace(home / self.sidecar)
-                flush_entry(home)
-            flush_entry(self.directory)
-        except OSError as error:
-            raise refusal(
-                f"cannot export version {source.version} to {self.directory}", error, self.whole
-            ) from error
-        finally:
-            draft.unlink(missing_ok=True)
-        self.exported[source.version] = source
-        return size
-
-    @abstractmethod
-    def fill(self, draft: Path, source: Source, batches: Iterator[pa.RecordBatch]) -> None:
-        """Write the version's file at `draft`, with `source` in it."""
-
-    @abstractmethod
-    def source_of(self, file: Path) -> Source:
-        """What a file of this target says it came from; ValueError if it is none."""
-
-    def belongs(self, entry: Path) -> bool:
-        """The directory of a version, or a draft."""
-        return exported_version(entry) is not None or (
-            entry.name.startswith(UNFINISHED) and entry.is_file()
+    def columns_error(self, made_by: str) -> UsageError:
+        """The table's columns are not those of `SCHEMA`."""
+        return UsageError(
+            f"{self.place} has other columns than an export of this version of dora ({made_by})",
+            hint=f"Name another place; the columns now are {', '.join(SCHEMA.names)}.",
         )
 
-    def look(self) -> dict[int, Source]:
-        """What the files say of themselves; drafts are removed."""
-        self.check_contents(self.directory)
-        found: dict[int, Source] = {}
-        drafts: list[Path] = []
-        for entry in sorted(self.directory.iterdir()):
-            version = exported_version(entry)
-            if version is not None:
-                source = self._source(entry, version)
-                found |= {} if source is None else {version: source}
-            elif entry.name.startswith(UNFINISHED):
-                drafts.append(entry)
-        for draft in drafts:
-            draft.unlink()
-            what = draft.name.removeprefix(UNFINISHED)
-            self._say(f"removed the half-written {what} that an interrupted export left")
-        return found
+    def remove_unfinished(self, folder: Path) -> None:
+        """Remove what an interrupted export left in the `folder` of a version that no commit ever
+        added."""
+        left = sorted(folder.glob("*.parquet")) if folder.is_dir() else []
+        for file in left:
+            file.unlink()
+        if left:
+            self._report(f"removed the half-written {folder.name} that an interrupted export left")
 
-    def _source(self, home: Path, version: int) -> Source | None:
-        """Where the version in the directory `home` came from; None if it is not whole."""
-        wanted = {self.file_name} | ({self.sidecar} if self.sidecar else set())
-        names = {file.name for file in home.iterdir()}
-        for name in sorted(names - wanted):
-            raise self.foreign(home / name)
-        if names < wanted:
-            return None
-        file = home / self.file_name
+    def redact(self, text: str) -> str:
+        """`text` without any value of the properties."""
+        for value in filter(None, self._storage.values()):
+            text = text.replace(value, "***")
+        return text
+
+    def write_error(self, version: int, why: str) -> ExportError:
+        """`version` could not be added: `why`, in the words of the library or the system."""
+        why = self.redact(why)
+        full = any(text in why.lower() for text in _FULL)
+        return ExportError(
+            f"cannot export version {version} to {self.place}: {why}",
+            hint=("Free space there, or name another place. " if full else "") + self.resume_hint,
+        )
+
+
+class WatchedBatches:
+    """Batches for a library to read; `error` is what they raised, which the library may hide."""
+
+    def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
+        self._batches = batches
+        self.error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
         try:
-            source = self.source_of(file)
-        except (ValueError, OSError) as error:
-            raise self.foreign(file, error) from error
-        self.check_run(source.run, source.run_id, f" ({file})")
-        if source.version != version:
-            raise self.foreign(file, f"it is of version {source.version}")
-        return source
+            yield from self._batches
+        except BaseException as error:
+            self.error = error
+            raise
 
 
-class ParquetTarget(DirectoryTarget):
-    """Hive-style Parquet: `version=N/trajectories.parquet`, zstd, `Source` in the file metadata.
-
-    The column `version` is the directory's name and not in the files, as Hive and Spark want it.
-    """
-
-    file_name = "trajectories.parquet"
-
-    def fill(self, draft: Path, source: Source, batches: Iterator[pa.RecordBatch]) -> None:
-        """A row group per batch."""
-        position = SCHEMA.get_field_index("version")
-        schema = SCHEMA.remove(position).with_metadata({SOURCE_KEY: source.to_json()})
-        with pq.ParquetWriter(draft, schema, **PARQUET_OPTIONS) as writer:
-            for batch in batches:
-                columns = [array for i, array in enumerate(batch.columns) if i != position]
-                writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
-
-    def source_of(self, file: Path) -> Source:
-        """From the footer; ValueError if there is none, or the file is no Parquet."""
-        metadata = pq.read_metadata(file).metadata or {}
-        text = metadata.get(SOURCE_KEY.encode())
-        if text is None:
-            raise ValueError("its metadata names no run of dora")
-        return Source.from_json(text)
-
-
-def refusal(what: str, error: OSError, there: str | None = None) -> ExportError:
+def disk_error(what: str, error: OSError, there: str | None = None) -> ExportError:
     """What a disk refused, and what to do; `there` says what of the export is safe."""
     hint = None
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -1,45 +1,16 @@
-"""What `dora simulate` simulates: a workload from a preset or a configuration, resized to the
-given devices and groups.
-
-Training takes longer with more groups and less with more devices, both in proportion.
+"""What is simulated or emulated: a workload from a preset or a configuration, on as many devices as
+are asked for.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-import click
 
 from dora.config import Config
 from dora.config.loading import KafkaOverrides, load_config
 from dora.errors import UsageError
-from dora.simulation.presets import PRESETS, Preset, preset_named
+from dora.simulation.presets import Preset, preset_named
 from dora.simulation.scenario import Impossible, Workload, with_measured
-
-C = TypeVar("C", bound=Callable[..., Any])
-
-
-def workload_options(command: C) -> C:
-    """The argument CONFIG and the option --preset, one of which names a workload."""
-    option = click.option(
-        "--preset", metavar="NAME", help=f"Instead of CONFIG: {', '.join(PRESETS)}."
-    )
-    argument = click.argument(
-        "config_path",
-        metavar="[CONFIG]",
-        required=False,
-        type=click.Path(path_type=Path, dir_okay=False),
-    )
-    return argument(option(command))
-
-
-def check_workload_named(config_path: Path | None, preset: str | None) -> None:
-    """UsageError unless exactly one of them is given."""
-    if (config_path is None) == (preset is None):
-        raise UsageError(
-            "name either a CONFIG or a --preset", hint=f"Presets: {', '.join(PRESETS)}"
-        )
 
 
 def preset_workload(name: str) -> Workload:
@@ -127,7 +98,8 @@ def measured_workload(workload: Workload, path: Path) -> Workload:
 
 
 def resized(workload: Workload, devices: int | None, groups_per_step: int | None) -> Workload:
-    """The workload on so many devices, with so many groups in a step."""
+    """The workload on so many devices, with so many groups in a step: training takes longer in
+    proportion to the groups, and less on more devices."""
     preset = workload.preset
     count, groups = devices or preset.devices, groups_per_step or preset.groups_per_step
     if (count, groups) == (preset.devices, preset.groups_per_step):

@@ -1,32 +1,36 @@
-"""What `dora bench schedules` runs: a workload from a preset or a configuration, and what each
-schedule changes in it.
+"""Schedules against one another on emulated devices: what is run, and the runs.
 
-All schedules of a bench get the same devices, prompts, lengths and training; only the schedule, its
-staleness bound and the number of generating devices differ. Every run's configuration is loaded and
-checked before the first run starts.
+All schedules get the same devices, prompts, lengths and training. They differ in the schedule, its
+staleness bound and how many devices generate. The configuration of every run is loaded, and refused
+if it is impossible, before the first run starts.
 """
 
 import json
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from dora.bench.measures import Emulation
-from dora.cli.options import ConfigSource
-from dora.cli.simulate.workload import config_workload as simulated_workload
-from dora.config import Config
+from dora.bench.comparison import RunResult, Timeline, compare, limits, timeline
+from dora.bench.measures import Emulation, measure
+from dora.bench.runs import Launcher, Report, remove_run, run_name, run_steps, violations_of
+from dora.bench.workloads import config_workload
+from dora.bus.settings import cluster_settings
 from dora.config.loading import KafkaOverrides, load_config
+from dora.consumers.audit import audit_run
 from dora.core.scheduling.schedules import Schedule
 from dora.errors import UsageError
+from dora.log.schedule_log import read_schedule_log
 from dora.simulation.presets import Preset, ScheduleVariant, preset_named, schedule_variant
-from dora.simulation.scenario import Impossible, check
-from dora.simulation.scenario import Workload as Work
+from dora.simulation.scenario import Impossible, Workload, check
 
 CHUNK_TOKENS = 2048
 """Tokens per chunk record in presets. Their devices yield a million and more tokens in a second of
 this machine: chunks of the usual size would measure the machine."""
 _WORKERS_PER_PROCESS = 64
 _LONGEST_HEARTBEAT = 120.0
+_READ_SECONDS = 1800.0
 
 PRESET_TEXT = """\
 # {description}
@@ -90,10 +94,10 @@ REBALANCE_SECONDS = Schedule().rebalance_seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """Devices and work of a bench, and the configuration file that says so."""
+class EmulatedWorkload:
+    """Devices and work of a bench, and the configuration file that describes them."""
 
-    work: Work
+    simulated: Workload
     path: Path
     sets: tuple[str, ...]
     time_scale: float
@@ -101,7 +105,7 @@ class Workload:
     @property
     def preset(self) -> Preset:
         """The devices and the work of a step."""
-        return self.work.preset
+        return self.simulated.preset
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +120,14 @@ class BenchPlan:
     emulation: Emulation
 
 
-def preset_workload(
+def emulated_preset(
     name: str,
     sets: Sequence[str],
     kafka: KafkaOverrides,
     *,
     directory: Path,
     time_scale: float,
-) -> Workload:
+) -> EmulatedWorkload:
     """The workload of a preset, its configuration written into `directory`; UsageError if there is
     no such preset. With `sets` that change the devices or their work, the best known splits are
     not those of the preset any more."""
@@ -148,18 +152,18 @@ def preset_workload(
         ),
         encoding="utf-8",
     )
-    workload = config_workload(path, sets, kafka, time_scale)
+    workload = emulated_config(path, sets, kafka, time_scale)
     named = replace(workload.preset, name=name, description=preset.description)
     known = replace(named, splits=preset.splits)
-    work = replace(workload.work, preset=known if known == preset else named)
-    return replace(workload, work=work)
+    simulated = replace(workload.simulated, preset=known if known == preset else named)
+    return replace(workload, simulated=simulated)
 
 
-def config_workload(
+def emulated_config(
     path: Path, sets: Sequence[str], kafka: KafkaOverrides, time_scale: float | None
-) -> Workload:
+) -> EmulatedWorkload:
     """The workload of a configuration: its workers are all devices, and its training time is that
-    on all of them. UsageError if it emulates not both."""
+    on all of them. UsageError if engine or trainer is not emulated."""
     config = load_config(path, sets=sets, kafka=kafka)
     rollout, trainer, device = config.rollout, config.trainer, config.rollout.emulated
     if rollout.engine != "emulated" or trainer.engine != "emulated":
@@ -173,19 +177,18 @@ def config_workload(
             f"{path}: rollout.emulated.time_scale = 0 waits for nothing, so nothing is measured",
             hint="Give --time-scale.",
         )
-    work = simulated_workload(path, sets)
-    return Workload(work, path, tuple(sets), scale)
+    return EmulatedWorkload(config_workload(path, sets), path, tuple(sets), scale)
 
 
-def plans(
-    workload: Workload, schedules: Sequence[str], split: str, warmup: int | None, steps: int
+def schedule_plans(
+    workload: EmulatedWorkload, schedules: Sequence[str], split: str, warmup: int | None, steps: int
 ) -> list[BenchPlan]:
     """A plan for each schedule, for runs of which `steps` are measured.
 
     `split` is a number of devices, or `auto`: the best known rollout share of each schedule, or
     where none is known, that at which full batches keep pace with training.
     Without `warmup` each schedule gets the steps after which its window is full: one for `sync`,
-    K + 2 for the others. UsageError for what is no schedule and for what can never run.
+    K + 2 for the others. UsageError for an unknown schedule and for one that can never run.
     """
     found: list[BenchPlan] = []
     for text in schedules:
@@ -200,19 +203,19 @@ def plans(
 
 
 def _plan(
-    workload: Workload, variant: ScheduleVariant, split: str, warmup: int | None, steps: int
+    workload: EmulatedWorkload, variant: ScheduleVariant, split: str, warmup: int | None, steps: int
 ) -> BenchPlan:
     if warmup is None:
         warmup = 1 if variant.kind == "sync" else variant.max_staleness + 2
     preset = workload.preset
     rollout = preset.devices if variant.colocated else _rollout(preset, variant, split)
     try:
-        check(workload.work, variant, rollout)
+        check(workload.simulated, variant, rollout)
     except Impossible as error:
         raise UsageError(f"{variant.name} can never run: {error}") from None
     share = 1.0 if variant.colocated else preset.devices / (preset.devices - rollout)
     seconds = preset.training_seconds * share
-    per_token = workload.work.training_seconds_per_token * share
+    per_token = workload.simulated.training_seconds_per_token * share
     # Towards its end a run starts no group that would not be trained any more: what is measured
     # must lie before that.
     last = warmup + steps + variant.max_staleness
@@ -255,17 +258,9 @@ def _rollout(preset: Preset, variant: ScheduleVariant, split: str) -> int:
     return int(split)
 
 
-def run_source(
-    workload: Workload, plan: BenchPlan, name: str, directory: Path, broker_directory: Path
-) -> ConfigSource:
-    """The configuration of one run of a plan, as its processes load it."""
-    own = (f"run.name={name}", f"run.directory={directory.absolute()}")
-    return ConfigSource(workload.path, (*plan.sets, *own), broker_directory)
-
-
-def load_source(source: ConfigSource, kafka: KafkaOverrides) -> Config:
-    """The configuration of a source; ConfigError if it is impossible."""
-    return load_config(source.path, sets=source.sets, kafka=kafka)
+def run_sets(plan: BenchPlan, name: str, directory: Path) -> tuple[str, ...]:
+    """What the configuration of one run of a plan changes in the workload's file."""
+    return (*plan.sets, f"run.name={name}", f"run.directory={directory.absolute()}")
 
 
 def emulated_model(directory: Path) -> Path:
@@ -274,3 +269,87 @@ def emulated_model(directory: Path) -> Path:
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text('{"vocab_size": 32768}\n', encoding="utf-8")
     return model
+
+
+@dataclass(slots=True)
+class ScheduleBench:
+    """Carries out runs and keeps their results. `report` gets lines for people; with `keep` topics
+    and files of finished runs stay, without `chunks` the audit leaves token chunks out."""
+
+    workload: EmulatedWorkload
+    plans: list[BenchPlan]
+    steps: int
+    directory: Path
+    launcher: Launcher
+    report: Report
+    keep: bool
+    chunks: bool
+    chunk_tokens: int = 0
+    results: list[RunResult] = field(default_factory=list)
+    timelines: dict[str, Timeline] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Load the configuration of every plan; ConfigError if one is impossible."""
+        for plan in self.plans:
+            sets = run_sets(plan, "bench", self.directory / "runs")
+            config = self.launcher.load(self.workload.path, sets)
+            self.chunk_tokens = config.rollout.chunk_tokens
+
+    def run(self, plan: BenchPlan, repeat: int) -> None:
+        """Run one schedule, measure and audit it, and remove what it left."""
+        schedule = plan.variant.name
+        name = run_name(schedule)
+        path = self.workload.path
+        sets = (*run_sets(plan, name, self.directory / "runs"), f"run.seed={repeat}")
+
+        def report(text: str) -> None:
+            self.report(f"{schedule}, repeat {repeat + 1}: {text}")
+
+        config = self.launcher.find_cluster(self.launcher.load(path, sets), report)
+        settings = cluster_settings(config.kafka)
+        began = time.monotonic()
+        report(f"{config.rollout.workers} devices generate; {plan.warmup} steps of warm-up")
+        processes = self.launcher.processes(config, path, sets)
+        processor_share = run_steps(
+            config, processes, settings, warmup=plan.warmup, steps=self.steps, report=report
+        )
+        log = read_schedule_log(settings, name, _READ_SECONDS)
+        measures = measure(log, plan.warmup, self.steps, plan.emulation)
+        audit = audit_run(settings, name, chunks=self.chunks, deadline=_READ_SECONDS)
+        partial = plan.variant.kind == "partial"
+        violations, mixed = violations_of(audit, partial=partial)
+        result = RunResult(
+            schedule, repeat, plan.rollout, measures,
+            self.workload.simulated.ideal_seconds(measures.tokens),
+            processor_share, violations, mixed,
+        )  # fmt: skip
+        self.results.append(result)
+        self.timelines[schedule] = timeline(
+            log, schedule, plan.warmup, self.steps, self.workload.time_scale, interrupts=partial
+        )
+        for finding in audit.findings:
+            if not partial or finding.kind != "mixed_version":
+                report(f"audit: {finding.sentence}")
+        if not self.keep:
+            remove_run(config, settings)
+        report(
+            f"{measures.step_seconds:.0f} s a step, {result.ideal_share:.3f} of the ideal "
+            f"({time.monotonic() - began:.0f} s)"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object: workload, a figure of each name by schedule, runs and timelines."""
+        preset = self.workload.preset
+        return {
+            "workload": asdict(preset),
+            "time_scale": self.workload.time_scale,
+            "warmup": {plan.variant.name: plan.warmup for plan in self.plans},
+            "steps": self.steps,
+            "chunk_tokens": self.chunk_tokens,
+            "schedules": compare(self.results),
+            "limits": limits(self.results),
+            "runs": [
+                asdict(result) | {"ideal_share": result.ideal_share} for result in self.results
+            ],
+            "timelines": {name: asdict(each) for name, each in self.timelines.items()},
+        }

@@ -2,25 +2,18 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from rich.console import Console
 from rich.table import Table
 
+from dora.bench.workloads import config_workload, measured_workload, preset_workload, resized
 from dora.cli.options import json_option
-from dora.cli.simulate.workload import (
-    check_workload_named,
-    config_workload,
-    measured_workload,
-    preset_workload,
-    resized,
-    workload_options,
-)
 from dora.errors import RunError, UsageError
 from dora.simulation.advice import (
     Advice,
@@ -32,12 +25,36 @@ from dora.simulation.advice import (
     judge,
     judge_in_turn,
 )
-from dora.simulation.presets import RIVALS, ScheduleVariant, schedule_variant
+from dora.simulation.presets import PRESETS, RIVALS, ScheduleVariant, schedule_variant
 from dora.simulation.scenario import Impossible, Workload, check
 from dora.simulation.simulator import Stuck
 
+C = TypeVar("C", bound=Callable[..., Any])
+
 MOST_STALENESS = 4
 """The largest staleness bound that advice looks at."""
+
+
+def workload_options(command: C) -> C:
+    """The argument CONFIG and the option --preset, one of which names a workload."""
+    option = click.option(
+        "--preset", metavar="NAME", help=f"Instead of CONFIG: {', '.join(PRESETS)}."
+    )
+    argument = click.argument(
+        "config_path",
+        metavar="[CONFIG]",
+        required=False,
+        type=click.Path(path_type=Path, dir_okay=False),
+    )
+    return argument(option(command))
+
+
+def check_workload_named(config_path: Path | None, preset: str | None) -> None:
+    """UsageError unless exactly one of them is given."""
+    if (config_path is None) == (preset is None):
+        raise UsageError(
+            "name either a CONFIG or a --preset", hint=f"Presets: {', '.join(PRESETS)}"
+        )
 
 
 @click.command()

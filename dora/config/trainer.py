@@ -78,6 +78,9 @@ class TrainerSection(Section):
     """DeepSpeed configuration, merged over what dora sets (`zero_optimization.stage` and so on)."""
     batch_timeout_seconds: Seconds = 1800.0
     """How long the trainer waits for an admissible batch. Then it ends and says what is missing."""
+    max_set_aside_in_row: Annotated[int, Field(ge=0)] | None = None
+    """The run stops with the commonest reason once so many groups were set aside and none trained
+    since: everything fails alike then. By default those of eight steps; 0 never stops."""
     ranks: Positive = 1
     """Trainer processes on this machine that share each step, started by DeepSpeed's launcher. For
     several machines start `dora train` with a launcher that sets RANK and WORLD_SIZE."""

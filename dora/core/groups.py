@@ -3,13 +3,16 @@
 Invariant: a group holds at most one finished record per sample index, the one that counts.
 """
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dora.core.ring import trajectory_id
 from dora.core.window import Candidate
-from dora.schemas.records import Purpose, Trajectory
+from dora.schemas.records import Purpose, Step, Trajectory
 
+_NUMBERS = re.compile(r"\d+")
 NO_SIGNAL = "no_signal"
 """Reason for setting a group aside whose rewards are all equal."""
 
@@ -199,3 +202,38 @@ class TokenSums:
     def expected(self) -> float:
         """Tokens that the outstanding groups will have."""
         return self.known + self.missing * self.mean
+
+
+class SetAsideStreak:
+    """The groups that were set aside since the last one was trained, counted by reason.
+
+    Reasons that differ in numbers only, such as ids and times, count as one.
+    """
+
+    def __init__(self) -> None:
+        self.groups = 0
+        """Groups set aside since the last one was trained."""
+        self._counts: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}
+
+    def on_step(self, step: Step) -> None:
+        """An entry of the ledger was committed."""
+        if step.trained:
+            self.groups = 0
+            self._counts.clear()
+            self._examples.clear()
+            return
+        for ref in step.set_aside:
+            reason = ref.reason or "no reason"
+            kind = _NUMBERS.sub("#", reason)
+            self.groups += 1
+            self._counts[kind] += 1
+            self._examples.setdefault(kind, reason)
+
+    @property
+    def commonest(self) -> tuple[str, int] | None:
+        """The commonest reason, as it was first given, and its count; None without a streak."""
+        if not self._counts:
+            return None
+        kind, count = self._counts.most_common(1)[0]
+        return self._examples[kind], count

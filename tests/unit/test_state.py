@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora.core import ring
+from dora.core.groups import SetAsideStreak
 from dora.core.state import Finished, Group, RunState
 from dora.core.window import Window, pick_batch
 from dora.schemas.records import Admission, GroupRef, Purpose, SampleRef, Step
@@ -456,3 +457,15 @@ def test_trajectories_seen_again_change_nothing_but_the_surplus(seed: int) -> No
         before.pop(volatile)
         after.pop(volatile)
     assert after == before
+
+
+def test_a_streak_counts_reasons_that_differ_in_numbers_as_one_until_a_group_is_trained() -> None:
+    streak = SetAsideStreak()
+    assert streak.commonest is None
+    for ordinal in range(3):
+        ref = GroupRef(f"g{ordinal}", ordinal, 0, (), f"KeyError: 'answer' in row {ordinal}")
+        streak.on_step(entry(ordinal, 0, (), (ref,)))
+    streak.on_step(entry(3, 0, (), (GroupRef("g3", 3, 0, (), "no_signal"),)))
+    assert (streak.groups, streak.commonest) == (4, ("KeyError: 'answer' in row 0", 3))
+    streak.on_step(entry(4, 0, (GroupRef("g4", 4, 0, ()),), ()))
+    assert (streak.groups, streak.commonest) == (0, None)

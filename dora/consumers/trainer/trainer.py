@@ -26,9 +26,10 @@ from dora.consumers.trainer.heartbeat import PROCESS, Heartbeat
 from dora.consumers.trainer.publication import Publisher, WeightUsers
 from dora.consumers.trainer.recovery import Deviation, Recovery
 from dora.consumers.trainer.step_reports import StepReports
+from dora.core.groups import NO_SIGNAL, SetAsideStreak
 from dora.core.processes import GONE
 from dora.core.state import RunState
-from dora.errors import BusError, DoraError, FencedError, RunError
+from dora.errors import BusError, DoraError, FencedError, RunError, TaskError
 from dora.log.continuation import check_continues
 from dora.log.dead_letters import DeadLetterWriter
 from dora.log.ledger import (
@@ -48,6 +49,8 @@ from dora.telemetry.meter import meter
 log = logging.getLogger(__name__)
 
 READ_SECONDS = 300.0
+STREAK_STEPS = 8
+"""So many steps' groups are set aside in a row before the run stops, unless configured."""
 PROBES = 8
 
 # A launcher that lost a rank asks the others to stop, and the loss may show a moment later.
@@ -72,6 +75,7 @@ class Trainer:
         self._checkpoints = Checkpoints(config.run_directory / "checkpoints")
         self._policies: dict[int, Policy] = {}
         self._started_at = time.monotonic()
+        self._streak = SetAsideStreak()
         self._accepted: Deviation | None = None  # by the recovery, until the next step records it
         self._following = False  # whether the reader is at the live versions
         check_rights("trainer", self._run, settings)
@@ -310,6 +314,29 @@ class Trainer:
         self._reports.committed(step)
         self._heartbeat.version = self._state.newest
         self._heartbeat.beat()
+        self._streak.on_step(step)
+        self._check_streak()
+
+    def _check_streak(self) -> None:
+        """TaskError if groups are only set aside: started again, the run would go on like that."""
+        limit = self._config.trainer.max_set_aside_in_row
+        if limit is None:
+            limit = STREAK_STEPS * self._config.window.groups_per_step
+        if not limit or self._streak.groups < limit or self._streak.commonest is None:
+            return
+        reason, count = self._streak.commonest
+        hint = (
+            "All rewards of a group are equal. Look at responses with `dora inspect "
+            f"{self._run}`; make the task easier, or set trainer.loss.drop_no_signal = false."
+            if reason == NO_SIGNAL
+            else f"`dora tail {self._run} -t dead-letters` shows what could not be used. Correct "
+            "the cause and start the run again: it goes on with new groups."
+        )
+        raise TaskError(
+            f"{self._streak.groups} groups in a row were set aside and none was trained; "
+            f"{count} of them because of: {reason}",
+            hint=f"{hint} trainer.max_set_aside_in_row sets how many it takes.",
+        )
 
     def _positions(self) -> dict[tuple[str, int], int]:
         """Positions in the topics whose lag is of interest: journal and trajectories."""

@@ -164,13 +164,14 @@ def trained(kafka: Cluster, model: Path, tmp_path_factory: pytest.TempPathFactor
 def trajectory(
     run: str, version: int, ordinal: int, sample: int, reward: float | None
 ) -> Trajectory:
-    """One of the tiny model's tokens, which differ from sample to sample."""
+    """One of the tiny model's tokens: a prompt of the group, a response that differs from sample to
+    sample."""
+    prompt = np.random.default_rng([ordinal]).integers(0, VOCABULARY, 3)
     random = np.random.default_rng([ordinal, sample])
-    generated = int(random.integers(1, 8))
-    tokens = random.integers(0, VOCABULARY, 3 + generated)
+    tokens = random.integers(0, VOCABULARY, int(random.integers(1, 8)))
     return factories.trajectory(
         factories.admission(ordinal, version, run), sample,
-        prompt=tokens[:3], tokens=tokens[3:], logprob=-3.5, reward=reward, text=None,
+        prompt=prompt, tokens=tokens, logprob=-3.5, reward=reward, text=None,
     )  # fmt: skip
 
 

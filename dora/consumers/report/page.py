@@ -66,7 +66,7 @@ class Section:
 def render(reports: Sequence[RunReport]) -> str:
     """The page of one run, or of two compared."""
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("dora.cli", ""),
+        loader=jinja2.PackageLoader("dora.consumers.report", ""),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

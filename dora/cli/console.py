@@ -55,8 +55,8 @@ def wide_console() -> Console:
 
 @contextmanager
 def waiting(text: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show `text` while the block runs; what is yielded changes it. With `quiet`, or where nobody
-    watches, nothing is shown."""
+    """Show `text` while the block runs; what is yielded changes it. With `quiet`, or without a
+    terminal, nothing is shown."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         yield lambda text: None

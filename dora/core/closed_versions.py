@@ -1,6 +1,6 @@
 """Which versions of a run are closed, where each lies in the log, and which records are its own.
 
-Invariant: of a closed version nothing changes any more: no group starts under it, and the ledger
+Of a closed version nothing changes any more: no group starts under it, and the ledger
 says of each of its groups what became of it. A record belongs to the version whose group it names
 only with that group's version and partition, a sample that the group has, and the name of both.
 """

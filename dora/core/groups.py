@@ -1,6 +1,6 @@
 """Groups while they are outstanding, and the tallies that a run keeps of them.
 
-Invariant: a group holds at most one finished record per sample index, the one that counts.
+A group holds at most one finished record per sample index, the one that counts.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Whether a configuration may continue a recorded run.
 
-Invariant: a run's data all come from one identity (`Config.identity()`); a configuration that
+A run's data all come from one identity (`Config.identity()`); a configuration that
 differs in any of it is another run and must not write to this one's topics.
 """
 

@@ -1,6 +1,6 @@
 """Which responses of a group are worth imitating, or preferring one to the other.
 
-Invariant: nothing is taken from held-out prompts, from responses that nobody could score, and, as
+Nothing is taken from held-out prompts, from responses without a score, and, as
 what is to be imitated, from responses that were cut off. Every group that gives no example is
 counted under its reason. Of equals the first one wins: the same run gives the same examples.
 """

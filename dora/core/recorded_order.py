@@ -1,6 +1,6 @@
 """Which groups that one run recorded can feed another run, and when they may start there.
 
-Invariant: they start in the recorded order under their recorded versions, never under one that the
+They start in the recorded order under their recorded versions, never under one that the
 new run has not announced yet, and never beyond its window.
 """
 

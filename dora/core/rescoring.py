@@ -1,6 +1,6 @@
 """What another verifier would have changed, from old and new rewards alone.
 
-Invariant: means and rates before and after are taken over the same trajectories, those that have
+Means and rates before and after are taken over the same trajectories, those that have
 both rewards; groups are compared only if all their trajectories were scored again, because signal
 and advantage (Dr. GRPO, arXiv 2503.20783, section 3.2: reward minus the group's mean; a division by
 the standard deviation changes no sign) are properties of whole groups.

@@ -1,6 +1,6 @@
 """How much a run writes to its topics, from how fast it generates.
 
-Invariant: these are upper bounds of what is sent, before compression: payloads as they are, and for
+These are upper bounds of what is sent, before compression: payloads as they are, and for
 everything around them (ids, sampling, headers, keys, Kafka's own framing) at least what the records
 of today's schemas take. A test encodes such records and compares.
 """

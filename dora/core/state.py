@@ -127,7 +127,7 @@ class RunState:
     def begin_at(self, version: int) -> None:
         """The state begins with the ledger entries of the step that made `version`.
 
-        For whoever knows that every group of an older version is closed: such groups are not
+        For a caller that knows that every group of an older version is closed: such groups are not
         followed, and counters and evaluations count from here on. ValueError once records were fed.
         """
         if self.newest >= 0 or self.last_step is not None or self.next_ordinal:

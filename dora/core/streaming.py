@@ -1,6 +1,6 @@
 """Which finished group a step that trains group by group may take next.
 
-Invariant: whatever groups were taken, in whatever order they finished, the step can still be
+Whichever groups were taken, and in which order they finished, the step can still be
 completed to a batch that the window allows (`core.window`), and it ends with one. Nothing that was
 taken ever has to be given back.
 

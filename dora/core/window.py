@@ -14,7 +14,7 @@ let `s` be the fewest a step may take (`B`, or 1).
   expires. Otherwise the step waits. Fewer than `B` are taken only by who knows that no admission
   under a version before `n` can still come.
 
-Invariant: each group is trained at most `K` versions after the one that generated it (bounded
+Each group is trained at most `K` versions after the one that generated it (bounded
 staleness), none is dropped, and a batch can be taken as soon as enough groups have finished (no
 deadlock). The rules are safe on stale views of ledger and journal:
 

@@ -136,7 +136,7 @@ def _imported(path: Path, home: Path) -> Iterator[str]:
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return  # whoever imports it says so
+        return  # the process that imports it reports it
     package = path.parent.relative_to(home).parts
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,6 +1,6 @@
 """Which staleness bound and which split between rollout and training devices suit a workload.
 
-Invariant: an advice rests on simulations alone, each of which is in it. Where a cluster is large, a
+An advice rests on simulations alone, each of which is in it. Where a cluster is large, a
 slice of it is simulated: fewer devices with proportionally fewer groups per step, so that every
 device has the work that it would have.
 

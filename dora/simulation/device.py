@@ -1,6 +1,6 @@
 """An accelerator that decodes batches, in virtual time.
 
-Invariant: the device does what a loop over its iterations would do, with the same results and
+The device does what a loop over its iterations would do, with the same results and
 without the loop: between two events (a sequence joins, finishes, is preempted or leaves) all
 iterations follow one formula, so that an event costs O(log n) however many tokens lie between.
 
@@ -36,7 +36,7 @@ def emulation_warning(share: float | None) -> str | None:
 
 # What an iteration of an emulated accelerator costs, and the formula for many of them.
 #
-# Invariant: `Epoch.end(k)` is the sum of the costs of `k` iterations in which the batch does not
+# `Epoch.end(k)` is the sum of the costs of `k` iterations in which the batch does not
 # change and each context grows by one token per iteration.
 
 

@@ -1,6 +1,6 @@
 """How long emulated responses are.
 
-Invariant: a length depends on the distribution, the run's seed, the trajectory's id and its prompt
+A length depends on the distribution, the run's seed, the trajectory's id and its prompt
 alone. So every schedule sees the same work, and a trajectory that is resumed has the length that it
 had.
 """

@@ -128,7 +128,7 @@ class Tally:
     running: Level = field(default_factory=Level)
     """Sequences in the hands of workers."""
     alone: Level = field(default_factory=Level)
-    """1 while somebody generates and nothing is trained."""
+    """1 while a worker generates and nothing is trained."""
     training: bool = False
     moves: int = 0
     switches: int = 0

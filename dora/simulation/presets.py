@@ -1,6 +1,6 @@
 """Workloads and clusters with names, and what would be ideal on them.
 
-Invariant: a preset describes the devices, the work of a step and its training, and nothing of a
+A preset describes the devices, the work of a step and its training, and nothing of a
 schedule. Whatever schedule runs on it is measured against the same ideal.
 
 A *device* is what one generator group decodes with (in the paper, several accelerators that share a

@@ -30,7 +30,7 @@ class Simulated:
     - `steps`: all steps, warm-up included. `step_seconds`: mean time between two commits.
     - `tokens`: mean generated tokens of a step.
     - `trainer_idle_share`: share of the time in which the trainer waited for a batch.
-    - `rollout_only_share`: share of the time in which somebody generated and nothing was trained.
+    - `rollout_only_share`: share of the time in which workers generated and nothing was trained.
     - `staleness_mean`, `staleness_max`: over the trained groups.
     - `moves`, `switches`: trajectories moved and versions loaded, per step.
     - `refused`: starts that reached a worker which did not host the version.

@@ -1,6 +1,6 @@
 """A rollout worker of a simulated run: a device, the commands it carries out, and what it says.
 
-Invariant: it does what `producers.worker` does. An attempt is started only under a version that is
+It does what `producers.worker` does. An attempt is started only under a version that is
 hosted, and a worker that hosts one version at a time changes it only after everything was handed
 back; only with `interrupts` attempts go on with the next version.
 """

@@ -253,7 +253,7 @@ class LocalRun:
         """Kill a process that has been silent for longer than any call to Kafka may take.
 
         librdkafka has calls that never return once their broker was lost in the middle. While
-        nobody is heard, it is the cluster that is away, and killing would not help. One that has
+        no process is heard, the cluster is away, and killing would not help. One that has
         not spoken since it was started is given the time to load.
         """
         rollout = self._config.rollout

@@ -74,8 +74,8 @@ class Supervisor:
     done if `finished(name)` agrees: one ended by hand exits with 0 too. One that is
     misconfigured (2), cannot go on (3) or fenced (4) ends the run; any other is started again after
     a delay, up to `max_restarts` times for all children together. One whose transaction expired
-    because it was held up (by a debugger, a suspended machine) looks fenced too: whether somebody
-    `replaced(name, pid)` it decides.
+    because it was held up (by a debugger, a suspended machine) looks fenced too:
+    `replaced(name, pid)` tells whether another process took its place.
     """
 
     def __init__(

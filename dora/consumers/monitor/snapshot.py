@@ -160,7 +160,7 @@ def assess(
     `step_times_ms` are the commit times of the steps, `evaluating` says whether evaluation
     trajectories are unfinished. With `launched_ms`, when the processes were started, those that
     have not spoken since are given time to load. A trainer that waits is stalled by a trajectory
-    that nobody has added to for a minute; `waits` and `starved` are added to the reasons then.
+    that got no token for a minute; `waits` and `starved` are added to the reasons then.
     """
     coordinating = any(process.role == "coordinator" and process.alive for process in processes)
     if steps_target is not None and newest >= steps_target and not (evaluating or coordinating):

@@ -1,6 +1,6 @@
 """Whether the chunks in the log are the trajectory that was trained.
 
-Invariant: a trace holds nothing but numbers, 48 bytes a sample, however long the trajectory; more
+A trace holds nothing but numbers, 48 bytes a sample, however long the trajectory; more
 is kept only of a resumed trajectory, and only until the last chunk of its counted attempt was seen.
 Tokens and log-probabilities are compared by CRC-32, a checksum and no signature: it finds every
 accident, not a forger.

@@ -333,7 +333,7 @@ class Coordination:
         return yields
 
     def _end_alone(self, now: float) -> None:
-        """A run that is complete may have nobody left to be told; whoever is about to speak has a
+        """A complete run may have no worker left to tell; one that is about to send a status has a
         heartbeat's time for it."""
         alone = all(worker.status.state in GONE for worker in self.workers.workers())
         if not (alone and self._evaluated):

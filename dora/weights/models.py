@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from dora.config import Config
 from dora.errors import PolicyError, WeightsError, first_line
 
 TOKENIZER_FILES = (
@@ -127,6 +128,30 @@ def eos_token_ids(model: str) -> frozenset[int]:
                 if token is not None and token >= 0:
                     found.add(token)
     return frozenset(found)
+
+
+def check_length(config: Config) -> None:
+    """PolicyError if the model has no positions for the longest sequence of the run
+    (`task.max_prompt_tokens` and `rollout.max_new_tokens` together): its config.json says how many
+    it has, times the factor of a `rope_scaling`."""
+    path = model_file(config.policy.model, "config.json")
+    if path is None:
+        return
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"policy.model: {path} cannot be read: {error}") from error
+    inner = settings.get("text_config") or settings
+    positions = inner.get("max_position_embeddings")
+    factor = (inner.get("rope_scaling") or {}).get("factor") or 1
+    if not isinstance(positions, int) or config.max_model_len <= positions * factor:
+        return
+    raise PolicyError(
+        f"sequences of {config.max_model_len} tokens do not fit the model {config.policy.model}, "
+        f"which has {positions * factor:g} positions: task.max_prompt_tokens is "
+        f"{config.task.max_prompt_tokens}, rollout.max_new_tokens {config.rollout.max_new_tokens}",
+        hint="Lower one of the two.",
+    )
 
 
 def model_file(model: str, name: str) -> Path | None:

@@ -12,6 +12,7 @@ from dora.config import Config, PolicySection, TaskSection
 from dora.errors import PolicyError, TaskError
 from dora.producers.tasks.kinds import create_task
 from dora.producers.tasks.tokenization import Tokenizer, load_tokenizer, stop_token_ids
+from dora.weights.models import check_length
 from tests.small_run import VOCABULARY, make_model
 
 LOAD = """
@@ -210,3 +211,16 @@ def test_a_prompt_stays_on_its_side_when_the_template_changes(tmp_path: Path) ->
         made = create_task(config, load_tokenizer(config.policy))
         sides.append({made.prompt(n, "eval").item["prompt"] for n in range(40)})
     assert sides[0] == sides[1] and 0 < len(sides[0]) < 40
+
+
+def test_a_model_without_positions_for_the_longest_sequence_is_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path, positions=64)
+    config = named(model, max_new_tokens=60)
+    short = config.task.model_copy(update={"max_prompt_tokens": 4})
+    check_length(config.model_copy(update={"task": short}))
+    long = config.task.model_copy(update={"max_prompt_tokens": 5})
+    config = config.model_copy(update={"task": long})
+    with pytest.raises(PolicyError, match=r"sequences of 65 tokens do not fit .* has 64 positions"):
+        check_length(config)
+    write_json(model / "config.json", rope_scaling={"rope_type": "yarn", "factor": 2.0})
+    check_length(config)

@@ -84,7 +84,7 @@ def _hooks(config: Config) -> Iterator[Check]:
 
 def _model(config: Config) -> Iterator[Check]:
     from dora.producers.tasks.tokenization import load_tokenizer, stop_token_ids
-    from dora.weights.models import check_model_directory, emulated_vocabulary
+    from dora.weights.models import check_length, check_model_directory, emulated_vocabulary
 
     model = Path(config.policy.model)
     if config.trainer.engine == "emulated" and config.task.kind == "synthetic":
@@ -101,6 +101,8 @@ def _model(config: Config) -> Iterator[Check]:
         return
     check_model_directory(model)
     tokenizer = load_tokenizer(config.policy, config.task.template_date)
+    if config.rollout.engine == "vllm":
+        check_length(config)
     yield Check("model", "ok", f"{model}, tokenizer {tokenizer.name}")
     stops = [
         f"{token} {tokenizer.decode([token], special_tokens=True)!r}"

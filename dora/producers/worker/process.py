@@ -28,6 +28,7 @@ from dora.producers.worker.hosting import Installer
 from dora.producers.worker.scoring import EmulatedScorer, Scorer
 from dora.producers.worker.worker import Worker
 from dora.schemas.records import Command, Policy, Status
+from dora.weights.models import check_length
 from dora.weights.store import WeightStore
 
 READ_SECONDS = 60.0
@@ -254,6 +255,8 @@ def run_workers(
     wait_for_free_ids(
         settings, config.run.name, names, heartbeat_seconds=config.rollout.heartbeat_seconds
     )
+    if not emulated:
+        check_length(config)
     tokenizer = tokenizer_of(config)
     task = create_task(config, tokenizer)
     if config.task.verifier is not None:

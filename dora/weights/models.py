@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 from dora.config import Config
@@ -35,7 +36,7 @@ def model_directory(model: str) -> Path:
     """
     directory = Path(model)
     if not directory.exists() and not directory.is_absolute() and model.count("/") <= 1:
-        directory = _download(model)
+        directory = _download(model, [*COMPANIONS, "*.safetensors*", "*.py"])
     if not directory.is_dir():
         raise PolicyError(
             f"policy.model: there is no directory {directory}",
@@ -155,22 +156,19 @@ def check_length(config: Config) -> None:
 
 
 def model_file(model: str, name: str) -> Path | None:
-    """A small file of the model; None if the model has none of this name."""
-    if Path(model).is_dir():
-        path = Path(model) / name
-        return path if path.is_file() else None
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
-
-    try:
-        return Path(hf_hub_download(model, name))
-    except EntryNotFoundError:  # the model has no such file, or none is cached without a network
+    """A small file of the model, a directory or a Hugging Face name; None if it has none of this
+    name. PolicyError if the model is neither here nor to be had."""
+    if model == EMULATED:
         return None
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
-        raise PolicyError(
-            f"policy.model: {name} of {model} cannot be had from Hugging Face: {first_line(error)}",
-            hint="Without a network, download the model first and give its directory.",
-        ) from error
+    path = (Path(model) if Path(model).is_dir() else _small_files(model)) / name
+    return path if path.is_file() else None
+
+
+@cache
+def _small_files(model: str) -> Path:
+    """The local copy of a Hugging Face model's files without its weights: asked for once, because
+    a network that is away takes half a minute to say so."""
+    return _download(model, COMPANIONS)
 
 
 def companion_files(directory: Path, *, code: bool = False) -> Iterator[Path]:
@@ -189,13 +187,11 @@ def copy_companions(source: Path, target: Path, *, code: bool = False) -> None:
         shutil.copyfile(path, target / path.name)
 
 
-def _download(model: str) -> Path:
+def _download(model: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(model, allow_patterns=[*COMPANIONS, "*.safetensors*", "*.py"])
-        )
+        return Path(snapshot_download(model, allow_patterns=list(patterns)))
     except (OSError, ValueError, RuntimeError) as error:
         raise PolicyError(
             f"policy.model: {model!r} is no directory, and cannot be had from Hugging Face: "

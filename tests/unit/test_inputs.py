@@ -113,3 +113,19 @@ def test_a_missing_data_file_is_named(home: Path) -> None:
     (home / "data.jsonl").unlink()
     with pytest.raises(TaskError, match=r"data.jsonl cannot be read"):
         fingerprints(config(home))
+
+
+def test_a_run_without_a_model_asks_no_hub_for_its_files(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    def reached(*_: object, **__: object) -> str:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", reached)
+    given = config(home)
+    emulated = given.model_copy(
+        update={"policy": given.policy.model_copy(update={"model": "emulated"})}
+    )
+    assert fingerprints(emulated)["policy.model"] == "ends with none of its own"

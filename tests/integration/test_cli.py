@@ -184,13 +184,13 @@ def test_an_evaluation_of_a_version_long_gone_is_counted_whatever_arrives_first(
         log.send(*batch, *(trajectory(g, s, at=NOW) for g in batch for s in range(G)))
         log.send(log.step(sequence, batch), policy(sequence + 1, run))
     read: list[str] = []
-    take = RunView.take
+    handle = RunView.handle
 
     def noted(view: RunView, message: Message) -> None:
         read.append(type(message.value).__name__)
-        take(view, message)
+        handle(view, message)
 
-    monkeypatch.setattr(RunView, "take", noted)
+    monkeypatch.setattr(RunView, "handle", noted)
     monitor = RunMonitor(log.settings, run)
     try:
         monitor.catch_up(DEADLINE)

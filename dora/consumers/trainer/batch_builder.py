@@ -158,9 +158,6 @@ class BatchBuilder:
             kept[facts.partition, facts.offset] for _, facts in sorted(group.samples.items())
         ]
         reason = group.failure
-        prompts = {trajectory.prompt_hash for trajectory in trajectories}
-        if reason is None and len(prompts) > 1:
-            reason = f"mixed_prompt: its {len(trajectories)} samples have {len(prompts)} prompts"
         rewards = [reward for reward in group.rewards if reward is not None]
         if reason is None and self._settings.drop_no_signal and not has_signal(rewards):
             reason = NO_SIGNAL
@@ -173,8 +170,11 @@ class BatchBuilder:
             except RecordError as error:
                 reason = f"invalid: {error.message}"
             else:
-                self._ready[group.group_id] = ReadyGroup(group_ref(group), samples)
-                return
+                prompts = len({trajectory.prompt_hash for trajectory in trajectories})
+                if prompts == 1:
+                    self._ready[group.group_id] = ReadyGroup(group_ref(group), samples)
+                    return
+                reason = f"mixed_prompt: its {len(trajectories)} samples have {prompts} prompts"
         self._set_aside[group.group_id] = group_ref(group, reason)
 
     def probes(self, batch: Iterable[ReadyGroup], limit: int) -> list[Sample]:

@@ -49,8 +49,8 @@ class Prompt:
 def is_held_out(content: Any, fraction: float) -> bool:
     """Whether a prompt made of `content` (a text, or what JSON can hold) is kept for evaluation.
 
-    Stable across machines and releases. It depends on the item, not on how template and tokenizer
-    render it: a prompt must not change sides when these change.
+    Stable across machines and releases. It depends on what the prompt is made of, not on chat
+    template and tokenizer: a prompt must not change sides when these change.
     """
     text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
     return zlib.crc32(text.encode("utf-8", "surrogatepass")) < fraction * 2**32
@@ -89,7 +89,7 @@ class PromptEncoder:
 
         Raises TaskError, without naming the item: the caller knows where it comes from.
         """
-        content = self._content(item, content)
+        content = self.content(item, content)
         if self._chat_template:
             return self._tokenizer.chat(_as_messages(content))
         if not isinstance(content, str):
@@ -101,9 +101,11 @@ class PromptEncoder:
 
     def messages(self, item: dict[str, Any], content: Any) -> Messages:
         """What the chat template makes the prompt's text of. Raises as `text` does."""
-        return _as_messages(self._content(item, content))
+        return _as_messages(self.content(item, content))
 
-    def _content(self, item: dict[str, Any], content: Any) -> str | Messages:
+    def content(self, item: dict[str, Any], content: Any) -> str | Messages:
+        """What the prompt is made of, before any chat template: `content`, or what the render hook
+        makes of the item. Raises as `text` does."""
         if self._render is not None:
             try:
                 content = self._render(item)

@@ -105,8 +105,8 @@ class JsonlTask(Task):
                 f"task.max_prompt_tokens allows {self._section.max_prompt_tokens}",
                 hint="Raise task.max_prompt_tokens or remove the line.",
             )
-        section = self._section
-        return prompt.item if section.render is not None else prompt.item[section.prompt_field]
+        item = prompt.item
+        return self._encoder.content(item, item.get(self._section.prompt_field))
 
     def _parse(self, ordinal: int, number: int, line: bytes) -> Prompt:
         place = f"{self._path}, line {number}"
@@ -224,7 +224,8 @@ class ReasoningGymTask(Task):
                 raise TaskError(
                     f"{self.name}, prompt {ordinal}: {error.message}", hint=error.hint
                 ) from error
-            held_out = is_held_out(item["question"], self._section.held_out_fraction)
+            content = self._encoder.content(item, item["question"])
+            held_out = is_held_out(content, self._section.held_out_fraction)
             if held_out != (purpose == "eval"):
                 continue
             token_ids = self._encoder.tokens(text)

@@ -49,7 +49,7 @@ def fingerprints(config: Config) -> dict[str, str]:
     ends = sorted(eos_token_ids(config.policy.model))
     found["policy.model"] = f"ends with {', '.join(map(str, ends)) or 'none of its own'}"
     if task.kind == "reasoning-gym":
-        found["reasoning-gym"] = version("reasoning-gym")
+        found["reasoning-gym"] = _version("reasoning-gym")
     if task.verifier == "dora.producers.tasks.verifiers:math":
         found["math-verify"] = _version("math-verify")
     return found

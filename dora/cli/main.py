@@ -58,7 +58,9 @@ COMMANDS: dict[str, Entry] = {
     "bench": Entry("dora.cli.bench.bench:bench", "Measure schedules and engines on this machine."),
     "simulate": Entry("dora.cli.simulate:simulate", "Plan: schedules in virtual time, and advice."),
     "doctor": Entry("dora.cli.doctor:doctor", "Show what this machine lacks, and how to get it."),
-    "prepare": Entry("dora.cli.prepare:prepare", "Make the model directory of a run.", hidden=True),
+    "prepare": Entry(
+        "dora.cli.run.prepare:prepare", "Make the model directory of a run.", hidden=True
+    ),
 }
 
 

@@ -111,7 +111,7 @@ def _check(reader: LogReader, run: str, needs: list[Need]) -> None:
     more = f"; and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
     raise RunError(
         f"the log of run {run} lacks what it needs to go on: " + "; ".join(named[:_NAMED]) + more,
-        hint="Retention deleted it, or somebody did. Restore the topic, or, where a redo needs it, "
+        hint="It was deleted, by retention or hand. Restore the topic, or, where a redo needs it, "
         "a later checkpoint; otherwise give run.name another value. kafka.retention_hours must be "
         "longer than checkpoints lie apart and a run may pause; without it everything is kept.",
     )

@@ -271,7 +271,7 @@ class RunLog:
         if started is None and self.missing:
             raise RunError(
                 f"the ledger of run {self.run} has no beginning: {self.missing[0]}",
-                hint="Without it nobody knows what the run was.",
+                hint="Without it the run cannot be read.",
             )
         if started is None:
             raise RunError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from dora.bench.runs import Cores, Report
 from dora.broker.local import running_broker, start_broker
 from dora.cli.options import ConfigSource, with_broker
-from dora.cli.prepare import needs_preparation
+from dora.cli.run.prepare import needs_preparation
 from dora.cli.run.processes import child_command, child_environment, child_specs
 from dora.cli.run.supervisor import ChildSpec, Supervisor
 from dora.config import Config

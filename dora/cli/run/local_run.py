@@ -22,8 +22,8 @@ from dora.bus.settings import ClusterSettings, cluster_settings
 from dora.bus.topics import TopicAdmin, topic_plan
 from dora.cli.display.display import Display, PlainDisplay, learning_curve, open_display
 from dora.cli.options import SECRET_SETS, ConfigSource, registry_arguments, with_broker
-from dora.cli.prepare import needs_preparation
 from dora.cli.run.log_while_waiting import log_while_waiting
+from dora.cli.run.prepare import needs_preparation
 from dora.cli.run.processes import child_command, child_environment, child_specs
 from dora.cli.run.supervisor import SupervisionError, Supervisor
 from dora.cli.run.watched_monitor import CATCH_UP_SECONDS, WatchedMonitor

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dora.cli.prepare import needs_preparation
+from dora.cli.run.prepare import needs_preparation
 from dora.config import Config
 from dora.errors import DoraError, PolicyError
 

@@ -95,7 +95,9 @@ class DeltaTarget(TableTarget):
             try:
                 source = Source.from_json(text)
             except ValueError as error:
-                raise self.foreign_error("a Delta table of somebody else", error) from error
+                raise self.foreign_error(
+                    "a Delta table that is no export of dora", error
+                ) from error
             self.check_same_run(source.run, source.run_id)
             found.setdefault(source.version, source)
         if not found:

@@ -139,7 +139,7 @@ class IcebergTarget(TableTarget):
                 Source.from_json(properties[key]) for key in properties if key.startswith(_PREFIX)
             ]
         except ValueError as error:
-            raise self.foreign_error("an Iceberg table of somebody else", error) from error
+            raise self.foreign_error("an Iceberg table that is no export of dora", error) from error
         return {source.version: source for source in sources}
 
     def _open_catalog(self) -> Any:

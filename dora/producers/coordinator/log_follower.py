@@ -230,7 +230,7 @@ class LogFollower:
         if journal or message.topic in (topics.steps, topics.policies):
             raise RunError(
                 f"{message.place} cannot be read ({value.code}): {value.reason}",
-                hint="Without it nobody knows what was started or trained. The topic is damaged, "
+                hint="It is needed to know what was started or trained. The topic is damaged, "
                 "or was written by a newer dora.",
             )
         log.warning("%s cannot be read (%s): %s", message.place, value.code, value.reason)

@@ -1,17 +1,11 @@
-"""New groups under an older live version, as far as the window is kept with stale views too.
+"""New groups under an older live version, where that keeps the window's promise.
 
-By default groups start under the newest version only, and the window's proof rests on that. Where
-older versions are filled, this rule takes its place. Let the coordinator see version `n`, `x(j)`
-outstanding groups of versions `<= j` and `x` in all, and let it admit a group under `v < n`. The
-trainer may be ahead: since `n` it may have taken `l` batches of `B` groups that the coordinator has
-not seen, or that were chosen before the trainer saw this admission. They hold groups of the journal
-before it only, so `l <= x / B`, and of versions `<= j` they leave at most `min(x(j), x - l * B)`.
-
-a group is admitted under `v` only if for every such `l` and every version `j >= v` (`j`
-up to `n`) one more than that is at most `(j + K + 1 - n - l) * B`: what the window's rule lets
-outlive the batches so far. So the trainer's rule, kept on what it saw, is kept with this group too.
-(`tests/unit/test_filling_state_space.py` searches all interleavings.) A step of fewer than `B`
-groups would break the bound on `l`: with a budget of tokens nothing is filled.
+By default groups start under the newest version only. This rule allows an older version `v` as
+well. The trainer may be ahead of what the coordinator sees by any number of batches that the
+outstanding groups can make up; a group starts under `v` only if, for each such number, the groups
+of versions up to each live version would still fit into the steps before they expire.
+docs/protocol.md has the proof; `tests/unit/test_filling_state_space.py` searches all interleavings. With a token budget
+steps may be short and nothing is filled.
 """
 
 from collections.abc import Mapping

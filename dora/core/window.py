@@ -1,45 +1,21 @@
 """The window: when a group may start, and which groups a step may train.
 
-Outstanding is a group that was started and is not yet in a committed ledger entry: one in a batch
-that is being trained counts until the commit. `K` is the staleness bound, `B` the most groups of a
-step. Without a token budget each step takes exactly `B` groups, and with one at least one group;
-let `s` be the fewest a step may take (`B`, or 1).
+A group is outstanding from its start until a committed ledger entry names it; one in a batch that
+is being trained still counts. `K` is the staleness bound and `B` the most groups of a step. A step
+takes exactly `B` groups, or, with a token budget, as few as reach the budget.
 
-- Admission: at most `K * B + s` groups are outstanding. With a token budget `U`, moreover, a group
-  starts only while those outstanding are expected to have fewer than `(K + 1) * U` tokens, or if
-  it is the first under the newest version.
-- Batch: at version `n` finished groups are taken oldest version first, `B` of them or until their
-  generated tokens reach `U`, and then on, up to `B`, until for every version `j <= n` at most
-  `(j + K - n) * B` groups of versions `<= j` are left: each group left fits in the steps before it
-  expires. Otherwise the step waits. Fewer than `B` are taken only by who knows that no admission
-  under a version before `n` can still come.
+- Admission: a group may start while fewer than `(K + 1) * B` are outstanding. With a token budget
+  fewer than `K * B + 1`, and only while those outstanding are expected to have fewer tokens than
+  `K + 1` steps train; the first under the newest version may always start, if there is room.
+- Batch: at version `n` finished groups are taken oldest version first, until the step is full, and
+  then on, up to `B`, until the groups left behind of each version fit into the steps before they
+  expire (`Window.limit`). Otherwise the step waits. A step may take fewer than `B` only once no
+  group under an older version can start any more.
 
-Each group is trained at most `K` versions after the one that generated it (bounded
-staleness), none is dropped, and a batch can be taken as soon as enough groups have finished (no
-deadlock). The rules are safe on stale views of ledger and journal:
-
-Let the journal of admissions be totally ordered with versions that never decrease, each admission
-valid under a prefix of the ledger, the batch drawn from a prefix of the journal, and `c` a version
-such that all admissions under versions before `c` are in that prefix and none in it is newer than
-`c`. Let `F(j, n)` be the number of groups of versions `<= j` that are ever admitted, less those in
-ledger entries before the step at `n`. Claim: `F(j, n) <= (j + K - n + 1) * B` for `j < n`. At the
-last admission at or below `n` at most `K * B + s` groups were outstanding, so
-`F(n, n) <= K * B + s`. A batch of `b` groups at `n` leaves
-
-- for `j < c` exactly what was counted, so at most `(j + K - n) * B`;
-- for `c <= j`, since it holds none newer than `j`, `F(j, n) - b`. If `b = B`, that is at most
-  `(j + K - n) * B` for `j < n` by the claim, and for `j = n` at most `K * B + s - B <= K * B`. If
-  `b < B`, then `c = n`, so `j = n`, and at most `K * B + s - b <= K * B` are left.
-
-That is the claim for `n + 1`. For `j = n - K` nothing is left: no group expires.
-
-No deadlock: let all outstanding groups be finished and seen. If there are `B` or more, the `B`
-oldest may be taken, since by the claim `F(j, n) - B <= (j + K - n) * B` are left. If there are
-fewer and their tokens reach the budget, all of them may, once a group has started under `n`: one
-may always start, unless `K * B + s` are outstanding, and then there are `B`. If the tokens do not
-reach the budget, fewer than `U` tokens and `B` groups are outstanding, so another may start,
-provided `K * B + s >= B`: with a token budget `K` must be 1 or more. (At `K = 0` a step has to
-train whatever was started before it commits, so it cannot end early.)
+So each group is trained at most `K` versions after its own, none is dropped, and the oldest `B`
+finished groups are always allowed. Coordinator and trainer may both see an old part of the log.
+docs/protocol.md has the proof; `tests/unit/test_window_state_space.py` walks every state for small
+`K` and `B`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,8 @@ By default groups start under the newest version only. This rule allows an older
 well. The trainer may be ahead of what the coordinator sees by any number of batches that the
 outstanding groups can make up; a group starts under `v` only if, for each such number, the groups
 of versions up to each live version would still fit into the steps before they expire.
-docs/protocol.md has the proof; `tests/unit/test_filling_state_space.py` searches all interleavings. With a token budget
-steps may be short and nothing is filled.
+With a token budget steps may be short, and nothing is filled. docs/protocol.md has the proof;
+`tests/unit/test_filling_state_space.py` searches all interleavings.
 """
 
 from collections.abc import Mapping

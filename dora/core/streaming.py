@@ -1,21 +1,10 @@
 """Which finished group a step that trains group by group may take next.
 
-Whichever groups were taken, and in which order they finished, the step can still be
-completed to a batch that the window allows (`core.window`), and it ends with one. Nothing that was
-taken ever has to be given back.
-
-With `S` taken at version `n`, group `g` may be taken if for `S' = S + {g}` and every version `j`
-
-    outstanding(<= j) - S'(<= j) - (B - |S'|) <= (j + K - n) * B,
-
-that is, if the rest of the batch, all of it of versions `<= j`, could still bring what is left
-down to the limit. With `|S'| = B` that is the window's rule itself: a step of `B` groups ends with
-an allowed batch. It holds for `S` empty (the claim in `core.window`: `F(j, n) <= (j + K - n + 1) *
-B`). Admissions that are seen later do not break it: for `j >= c` all of `S` is of versions `<= j`,
-so the left side is `outstanding(<= j) - B <= F(j, n) - B`; for `j < c` none come. And a step never
-sticks: the oldest group that is not taken may always be taken once it has finished. Let `v` be its
-version; for `j >= v` taking it changes neither side, and for `j < v` nothing is left outstanding,
-while the limit is not negative.
+A group may be taken if the rest of the batch could still bring what is left of each version down
+to the window's limit (`Window.limit`). So whichever groups were taken, the step can be completed to
+an allowed batch, and nothing that was taken has to be given back. The oldest group that is not
+taken may always be taken once it has finished, so a step never sticks. docs/protocol.md has the
+proof.
 
 A budget of tokens may end the step earlier, once what was taken is an allowed batch by itself;
 from the budget on only groups are taken that the rule still asks for. At `K = 0` every finished

@@ -129,6 +129,16 @@ class InUseError(RunError):
     permanent = False
 
 
+class ActiveRunError(InUseError):
+    """Another `dora run` of the same run is at work on this machine."""
+
+    exit_code = ExitCode.FENCED
+
+
+class UncommittedError(RunError):
+    """The topics hold the start of another configuration and no step: the run can begin anew."""
+
+
 class DeadlineError(DoraError):
     """Something did not arrive in time; the message says what, and from where."""
 

@@ -4,12 +4,18 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from confluent_kafka import KafkaException
+from confluent_kafka import Consumer, KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 
 from dora.bus.access import Right
 from dora.bus.failures import Failures, await_answer, explain, kafka_error, make_client
-from dora.bus.settings import ClusterSettings, client_properties
+from dora.bus.settings import (
+    ClusterSettings,
+    client_properties,
+    consumer_properties,
+    producer_properties,
+    transactional_properties,
+)
 from dora.closeable import Closeable
 from dora.errors import DeadlineError
 
@@ -22,7 +28,8 @@ class Admin(Closeable):
     """Base of the clients that administer a cluster.
 
     Every method raises BusError if the cluster does not answer within `connect_timeout` seconds or
-    refuses.
+    refuses. Creating one raises ConfigError for a property that readers or writers would refuse, so
+    that this is known before anything is made.
     """
 
     def __init__(self, settings: ClusterSettings) -> None:
@@ -32,6 +39,7 @@ class Admin(Closeable):
         self._admin: AdminClient = make_client(
             AdminClient, {**properties, "error_cb": self._failures}
         )
+        check_properties(settings)
         self._answered = False
 
     def ping(self) -> None:
@@ -86,6 +94,17 @@ class Admin(Closeable):
             raise explain(
                 kafka_error(exception), self._settings, doing, self._failures, needs=needs
             ) from exception
+
+
+def check_properties(settings: ClusterSettings) -> None:
+    """ConfigError for a property that a reader or writer with `settings` would refuse; nothing is
+    asked of the cluster."""
+    if not settings.properties:
+        return
+    name, timeout = "properties", settings.request_timeout
+    make_client(Consumer, consumer_properties(settings, name, "read_committed")).close()
+    make_client(Producer, producer_properties(settings, name))
+    make_client(Producer, transactional_properties(settings, name, name, timeout))
 
 
 class ClusterProbe:

@@ -128,12 +128,20 @@ class TopicAdmin(Admin):
             problems += config_problems(spec, configs.get(spec.name, {}))
         if problems:
             run = plan[0].name.rpartition(".")[0]
+            hints = []
+            if len(topics) < len(plan):
+                hints.append("Create what is missing: dora topics create CONFIG --exist-ok.")
+            if len(problems) > len(plan) - len(topics):
+                hints.append(
+                    "Partitions follow from window.max_staleness, kafka.lanes and "
+                    "kafka.dispatch_partitions, the rest from kafka.max_message_bytes: restore "
+                    "what the topics were made with. While no step is committed they can be made "
+                    f"anew: dora topics delete {run} --yes, then dora topics create CONFIG."
+                )
             raise TopicError(
                 f"the topics of run {run} at {self._settings.bootstrap_servers} do not fit: "
                 + "; ".join(problems),
-                hint="create them with: dora topics create CONFIG; partitions follow from "
-                "window.max_staleness, kafka.lanes and kafka.dispatch_partitions, which must stay "
-                "as they were when the run began",
+                hint=" ".join(hints),
             )
 
     def describe(self, run: str) -> list[TopicInfo]:

@@ -28,8 +28,8 @@ def coordinator(config: Config) -> None:
     log_to_stderr()
     settings = cluster_settings(config.kafka)
     check_rights("coordinator", config.run.name, settings)
-    TopicAdmin(settings).verify(topic_plan(config))
     check_recorded(config, settings)
+    TopicAdmin(settings).verify(topic_plan(config))
     stop = stop_on_signals()
     with observed(config, "coordinator", "coordinator"):
         Coordinator(config, settings).run(stop)

@@ -43,8 +43,8 @@ def rollout(config: Config, worker_id: str | None, workers: int | None) -> None:
     log_to_stderr()
     settings = cluster_settings(config.kafka)
     check_rights("rollout", config.run.name, settings)
-    TopicAdmin(settings).verify(topic_plan(config))
     check_recorded(config, settings, inputs=True)
+    TopicAdmin(settings).verify(topic_plan(config))
     name = worker_id or f"{socket.gethostname()}-{os.getpid()}"
     count = workers or config.rollout.workers_per_process
     with observed(config, "rollout", name):

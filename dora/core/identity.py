@@ -5,25 +5,27 @@ differs in any of it is another run and must not write to this one's topics.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
-def differences(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """One line per differing key, as `window.max_staleness: recorded 1, given 2`."""
-    return sorted(_differences("", recorded, given))
+def differences(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str]:
+    """By differing key, in alphabetical order, both values: `recorded 1, given 2`. A section that
+    one side lacks has keys that one side lacks."""
+    return dict(sorted(_differences("", recorded, given)))
 
 
-def _differences(prefix: str, recorded: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    found: list[str] = []
+def _differences(
+    prefix: str, recorded: Mapping[str, Any], given: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
     for key in {*recorded, *given}:
         name = f"{prefix}{key}"
         left, right = recorded.get(key), given.get(key)
-        if isinstance(left, Mapping) and isinstance(right, Mapping):
-            found += _differences(f"{name}.", left, right)
+        sections = [side for side in (left, right) if isinstance(side, Mapping)]
+        if sections and all(side is None or isinstance(side, Mapping) for side in (left, right)):
+            yield from _differences(f"{name}.", left or {}, right or {})
         elif left != right:
-            found.append(f"{name}: recorded {left!r}, given {right!r}")
-    return found
+            yield name, f"recorded {left!r}, given {right!r}"
 
 
 def changed_inputs(recorded: Mapping[str, str], given: Mapping[str, str]) -> list[str]:

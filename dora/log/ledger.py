@@ -20,9 +20,11 @@ from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.bus.transactions import TransactionAbortedError, TransactionalWriter
 from dora.config import Config, window_of
+from dora.config.changes import recorded_values
 from dora.core.ring import JOURNAL, slot_partitions, version_starts
 from dora.core.state import RunState
 from dora.errors import DeadlineError, FencedError, RunError
+from dora.log.recorded_config import RecordedSettings
 from dora.schemas.records import GroupRef, Policy, RunStarted, Step
 from dora.telemetry.meter import meter
 
@@ -49,6 +51,8 @@ class History:
     """All checkpoints that the ledger names, oldest first."""
     inputs: dict[str, str] = field(default_factory=dict)
     """What the run's inputs held at last, as recorded."""
+    settings: RecordedSettings | None = None
+    """The values that each step was trained with; None before the run's first transaction."""
 
     @property
     def base(self) -> Step | None:
@@ -89,6 +93,7 @@ def read_ledger(
             case RunStarted() if history.started is None:
                 history.started = value
                 history.inputs = value.inputs
+                history.settings = RecordedSettings(value)
                 state.start()
             case Step() if history.started is not None:
                 try:
@@ -97,6 +102,8 @@ def read_ledger(
                     raise RunError(f"{place} contradicts the ledger before it: {error}") from error
                 _remember(history, value, available)
                 history.inputs = value.inputs or history.inputs
+                if history.settings is not None:
+                    history.settings.add(value)
                 oldest = state.window.oldest_live(state.newest)
                 while history.recent[0].version_out < oldest:
                     history.recent.popleft()
@@ -169,10 +176,14 @@ def live_positions(
 
 
 def first_entry(
-    config: Config, cluster_id: str, topic_ids: dict[str, str], inputs: Mapping[str, str]
+    config: Config,
+    cluster_id: str,
+    topic_ids: dict[str, str],
+    inputs: Mapping[str, str],
+    origin: str = "",
 ) -> RunStarted:
-    """The ledger's first entry: what the run is, what its `inputs` hold (`dora.log.inputs`), and
-    where it is."""
+    """The ledger's first entry: what the run is, what its `inputs` hold (`dora.log.inputs`), where
+    it is, and the step of another run (`RUN@STEP`) that it began from."""
     return RunStarted(
         run=config.run.name,
         run_id=uuid.uuid4().hex,
@@ -188,6 +199,7 @@ def first_entry(
         created_ms=time.time_ns() // 1_000_000,
         config=json.dumps(config.recorded()),
         inputs=dict(inputs),
+        origin=origin,
     )
 
 
@@ -198,19 +210,18 @@ def whole_ledger(config: Config, settings: ClusterSettings, deadline: float) -> 
 
 
 class LedgerWriter:
-    """Adds entries for one trainer, known by its `incarnation`. It must read each one back within
-    `read_back_seconds`."""
+    """Adds entries for one trainer, known by its `incarnation` and working with `config`. It must
+    read each one back within `kafka.request_timeout_seconds`."""
 
     def __init__(
         self,
-        run: str,
+        config: Config,
         incarnation: str,
         transactions: TransactionalWriter,
         state: RunState,
-        *,
-        read_back_seconds: float,
     ) -> None:
-        self._read_back_seconds = read_back_seconds
+        run = config.run.name
+        self._read_back_seconds = config.kafka.request_timeout_seconds
         self._unseen: tuple[int, float] | None = None  # newest entry, and when it was committed
         self._run = run
         self._incarnation = incarnation
@@ -219,11 +230,14 @@ class LedgerWriter:
         self._state = state
         self.inputs: Mapping[str, str] = {}
         """What the run's inputs hold by the ledger; a step of another policy records them anew."""
+        self.settings: Mapping[str, str] = {}
+        """The values of the keys that may change, by the ledger; an entry records other ones."""
+        self._settings = recorded_values(config)
 
     def begin(self, started: RunStarted, policy: Policy) -> None:
         """Commit the first entry with version 0."""
         self._commit(started, policy, {})
-        self.inputs = started.inputs
+        self.inputs, self.settings = started.inputs, self._settings
         self._state.start()
 
     def commit_step(
@@ -305,9 +319,10 @@ class LedgerWriter:
             trainer=self._incarnation,
             created_ms=time.time_ns() // 1_000_000,
             inputs={} if inputs == self.inputs else dict(inputs),
+            settings={k: v for k, v in self._settings.items() if self.settings.get(k) != v},
         )
         self._commit(step, policy, read)
-        self.inputs = inputs
+        self.inputs, self.settings = inputs, self._settings
         self._state.commit(step)
         self._unseen = step.sequence, time.monotonic()
         return step

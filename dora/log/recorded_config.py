@@ -1,18 +1,58 @@
-"""The configuration of a run as its ledger recorded it, for a replay.
+"""The configuration of a run as its ledger recorded it: at its begin, and in each step.
 
-Only what the user asks for may differ from it: a file that belongs to another run is refused with
-the differences.
+For a replay only what the user asks for may differ from it: a file that belongs to another run is
+refused with the differences.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dora.config import Config, KafkaSection
+from dora.config.changes import recorded_values, rule_of, with_settings
 from dora.config.loading import apply_sets, load_config
 from dora.core.identity import differences
 from dora.errors import ConfigError, RunError
-from dora.schemas.records import RunStarted
+from dora.schemas.records import RunStarted, Step
+
+
+class RecordedSettings:
+    """The values of the keys that may change between two starts (`dora.config.changes`), in every
+    entry of a ledger."""
+
+    def __init__(self, started: RunStarted, entries: Iterable[Step] = ()) -> None:
+        try:
+            data = json.loads(started.config or started.identity)
+        except ValueError:
+            data = None  # what compares configurations reports it
+        values = recorded_values(data) if isinstance(data, dict) else {}
+        self._changes: list[tuple[int, dict[str, str]]] = [(-1, values)]
+        for entry in entries:
+            self.add(entry)
+
+    def add(self, entry: Step) -> None:
+        """The next entry of the ledger."""
+        if entry.settings:
+            before = self._changes[-1][1]
+            self._changes.append((entry.sequence, before | entry.settings))
+
+    @property
+    def newest(self) -> dict[str, str]:
+        """The values, as JSON, that the last entry was made with."""
+        return self._changes[-1][1]
+
+    def config(self, entry: Step, config: Config) -> Config:
+        """`config` with the values that `entry` was made with."""
+        return with_settings(
+            config, next(v for first, v in reversed(self._changes) if first <= entry.sequence)
+        )
+
+
+def fixed_differences(started: RunStarted, config: Config) -> dict[str, str]:
+    """By key that may not change, both values, where `config` differs from that of the run."""
+    given = json.loads(json.dumps(config.identity()))
+    found = differences(json.loads(started.identity), given)
+    return {key: values for key, values in found.items() if rule_of(key).kind == "fixed"}
 
 
 def recorded_config(
@@ -30,12 +70,11 @@ def recorded_config(
     """
     if file is not None:
         config = load_config(file, environment={})
-        changed = differences(
-            json.loads(started.identity), json.loads(json.dumps(config.identity()))
-        )
+        changed = fixed_differences(started, config)
         if changed:
+            told = "; ".join(f"{key}: {values}" for key, values in changed.items())
             raise RunError(
-                f"{file} is not the configuration of run {started.run}: " + "; ".join(changed),
+                f"{file} is not the configuration of run {started.run}: {told}",
                 hint="Give the file that the run was started with.",
             )
     elif not started.config:

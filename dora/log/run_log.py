@@ -19,6 +19,7 @@ from dora.bus.topics import RunTopics, TopicAdmin
 from dora.core.groups import misfit
 from dora.core.ring import JOURNAL, parse_trajectory_id, partition, slot_starts, version_starts
 from dora.errors import RunError
+from dora.log.recorded_config import RecordedSettings
 from dora.schemas.records import (
     Admission,
     Chunk,
@@ -73,6 +74,11 @@ class RunLog:
         """Every admitted group by id, in the order of admission."""
         self._read_ledger()
         self._read_journal()
+
+    @property
+    def settings(self) -> RecordedSettings:
+        """The values that each entry was made with, of keys that may change between two starts."""
+        return RecordedSettings(self.started, self.ledger)
 
     @property
     def steps(self) -> list[Step]:

@@ -231,6 +231,7 @@ class RunStarted:
     created_ms: int
     config: str = ""
     inputs: dict[str, str] = field(default_factory=dict)
+    origin: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +272,7 @@ class Step:
     trainer: str
     created_ms: int
     inputs: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ def test_a_second_dora_run_of_the_same_run_is_refused(
     with FileLock(directory / "run.lock"):
         refused(
             small.dora("run"),
-            1,
+            4,
             f"another `dora run` of {small.name} is active on this machine",
             f"dora status {small.name} --watch",
         )

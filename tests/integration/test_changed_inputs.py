@@ -32,9 +32,9 @@ def test_a_trainer_that_is_refused_ends_no_running_one(
     with process(small, "healthy", "train", "--set", "trainer.steps=3") as healthy, fed(world) as f:
         until(lambda: len(world.steps()) == 1, "the first step", healthy)
         refused(
-            small.dora("train", "--set", "trainer.optimizer.learning_rate=1e-5"),
+            small.dora("train", "--set", "policy.dtype=bfloat16"),
             1,
-            "trainer.optimizer.learning_rate: recorded 0.001, given 1e-05",
+            "policy.dtype: recorded 'float32', given 'bfloat16'",
         )
         append_line(small)
         refused(small.dora("train"), 1, "has changed: task.path: recorded", "--accept-changed")

@@ -147,6 +147,39 @@ def test_every_zero_stage_gives_the_same_update(model: Path, stage: int) -> None
         assert torch.isclose(found[name], expected, atol=2e-5).float().mean() > 0.995, name
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_gradient_is_clipped_to_what_is_configured(model: Path, stage: int) -> None:
+    def moved(clip: float) -> tuple[float, float]:
+        trainer = {
+            "loss": {"normalization": "constant", "constant_length": 1},
+            "optimizer": {"learning_rate": 1.0, "eps": 1e3, "gradient_clip": clip},
+            "deepspeed": {"zero_optimization": {"stage": stage}},
+        }
+        metrics, found = deltas(model, config(model, trainer), groups(1))
+        return metrics["grad_norm"], sum(float(d.square().sum()) for d in found.values()) ** 0.5
+
+    norm, whole = moved(1e6)
+    assert norm > 4.0, "with such an eps Adam's update is proportional to the gradient"
+    for clip in (0.5, 2.0):
+        assert moved(clip)[1] == pytest.approx(whole * clip / norm, rel=0.02)
+
+
+def test_another_configuration_on_the_way_gives_what_one_from_the_start_gives(model: Path) -> None:
+    given = {
+        "loss": {"kl_coefficient": 0.1, "clip_low": 0.1},
+        "optimizer": {"learning_rate": 3e-3, "betas": (0.5, 0.7), "gradient_clip": 0.01},
+        "updates_per_step": 2,
+    }
+    for stage in (0, 1, 2):
+        zero = {"deepspeed": {"zero_optimization": {"stage": stage}}}
+        first = DeepSpeedLearner(model, config(model, given | zero))
+        later = DeepSpeedLearner(model, config(model, zero))
+        later.configure(config(model, given | zero))
+        for seed in (1, 2):
+            assert later.update(groups(seed), version=0) == first.update(groups(seed), version=0)
+        assert later.weights_checksum() == first.weights_checksum()
+
+
 def test_a_redo_from_a_checkpoint_is_bit_identical(model: Path, tmp_path: Path) -> None:
     settings = config(model, {"updates_per_step": 2, "loss": {"importance_cap": 2.0}})
     learner = DeepSpeedLearner(model, settings)

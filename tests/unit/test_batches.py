@@ -11,6 +11,7 @@ from dora.consumers.learner.batches import (
     denominator,
     ends_part,
     group_samples,
+    learning_rate,
     micro_batches,
     pack,
     plan_update,
@@ -18,7 +19,6 @@ from dora.consumers.learner.batches import (
     token_weights,
     unit_weights,
 )
-from dora.consumers.learner.microbatches import learning_rate
 from dora.errors import RecordError
 from dora.schemas.records import Trajectory, VersionRun, pack_logprobs, pack_tokens
 from tests import factories

@@ -18,12 +18,9 @@ def check(
     *,
     deterministic: bool,
     recovery: dict[str, Any] | None = None,
-    schedule: Any = "constant",
 ) -> None:
     deviation = Deviation(4, "a" * 64, "b" * 64, largest, "lm_head.weight")
-    trainer = TrainerSection.model_validate(
-        {"steps": 9, "deterministic": deterministic, "optimizer": {"schedule": schedule}}
-    )
+    trainer = TrainerSection.model_validate({"steps": 9, "deterministic": deterministic})
     check_allowed(deviation, trainer, RecoverySection.model_validate(recovery or {}))
 
 
@@ -36,8 +33,6 @@ def test_a_deterministic_redo_must_give_the_announced_weights_bit_by_bit() -> No
         check(1e-9, deterministic=True)
     with pytest.raises(RunError, match="the announced ones are not kept"):
         check(None, deterministic=True)
-    with pytest.raises(RunError, match=r"the cosine schedule depends on it"):
-        check(0.1, deterministic=True, schedule="cosine")
     check(0.5, deterministic=True, recovery={"on_mismatch": "accept"})
 
 

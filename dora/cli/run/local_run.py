@@ -18,8 +18,9 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from dora.broker.local import broker_process, running_broker, start_broker, stop_broker
+from dora.bus.admin import check_properties
 from dora.bus.settings import ClusterSettings, cluster_settings
-from dora.bus.topics import TopicAdmin, topic_plan
+from dora.bus.topics import RunTopics, TopicAdmin, topic_plan
 from dora.cli.display.display import Display, PlainDisplay, learning_curve, open_display
 from dora.cli.options import SECRET_SETS, ConfigSource, registry_arguments, with_broker
 from dora.cli.run.log_while_waiting import log_while_waiting
@@ -31,14 +32,24 @@ from dora.config import Config
 from dora.consumers.monitor.monitor import RunMonitor
 from dora.consumers.monitor.snapshot import Snapshot
 from dora.consumers.monitor.summary import summarize, write_summary
-from dora.errors import DeadlineError, DoraError, PolicyError, RunError
-from dora.log.continuation import check_continues
+from dora.errors import (
+    ActiveRunError,
+    DeadlineError,
+    DoraError,
+    PolicyError,
+    RunError,
+    TopicError,
+    UncommittedError,
+)
+from dora.log.continuation import check_idle, check_recorded, newest_version
 
 _DRAW_SECONDS = 0.5
 _BROKER_CHECK_SECONDS = 2.0
 _STOP_SECONDS = 45.0
 _LAST_WORKERS_SECONDS = 60.0
 _AUDIT_SECONDS = 3600.0
+_NOWHERE = "127.0.0.1:1"
+"""An address for a check that asks nothing of the cluster."""
 
 
 class LocalRun:
@@ -74,7 +85,7 @@ class LocalRun:
         try:
             lock.acquire()
         except Timeout:
-            raise RunError(
+            raise ActiveRunError(
                 f"another `dora run` of {self._config.run.name} is active on this machine",
                 hint=f"Watch it with `dora status {self._config.run.name} --watch`.",
             ) from None
@@ -86,14 +97,17 @@ class LocalRun:
                 stop_broker(self._source.broker_directory)
 
     def _locked(self) -> tuple[dict[str, Any], bool]:
+        check_properties(cluster_settings(with_broker(self._config, _NOWHERE).kafka))
         self._find_cluster()
         settings = cluster_settings(self._config.kafka)
-        self._prepare_model()
+        if needs_preparation(self._config):
+            self._check_recorded(settings, inputs=False)
+            self._prepare_model()
+        self._check_recorded(settings, inputs=True)
         self._make_topics(settings)
         monitor = self._monitor(settings)
         try:
             monitor.catch_up(CATCH_UP_SECONDS)
-            self._check_continues(monitor, settings)
             snapshot = monitor.snapshot()
             if self._complete(snapshot):
                 self._say(
@@ -122,8 +136,6 @@ class LocalRun:
 
     def _prepare_model(self) -> None:
         """Call policy.prepare in a process of its own, showing what it prints."""
-        if not needs_preparation(self._config):
-            return
         self._say(f"making {self._config.policy.model} with {self._config.policy.prepare}")
         with (
             log_while_waiting(self._say, f"policy.prepare = {self._config.policy.prepare}"),
@@ -150,6 +162,28 @@ class LocalRun:
                 f"{process.returncode}; its output stands above"
             )
 
+    def _check_recorded(self, settings: ClusterSettings, *, inputs: bool) -> None:
+        """Refuse a run that was started otherwise before anything is made. Where it has committed
+        no step and no process of it is at work, its topics are deleted instead."""
+        run, plan = self._config.run.name, topic_plan(self._config)
+        with TopicAdmin(settings) as admin:
+            existing = admin.existing(run)
+            if RunTopics(run).steps not in existing:
+                return
+            try:
+                check_recorded(self._config, settings, inputs=inputs)
+                admin.verify([spec for spec in plan if spec.name in existing])
+                return
+            except UncommittedError as error:
+                reason: DoraError = error
+            except TopicError as error:
+                if newest_version(run, settings) > 0:
+                    raise
+                reason = error
+            check_idle(self._config, settings)
+            self._say(f"no step is committed, so the run begins anew: {reason.message}")
+            admin.delete(run)
+
     def _make_topics(self, settings: ClusterSettings) -> None:
         """Create the topics that are missing, and check the others' shape; so with the schemas."""
         if settings.registry is not None:
@@ -158,15 +192,6 @@ class LocalRun:
         created = TopicAdmin(settings).create(topic_plan(self._config), exist_ok=True)
         if created:
             self._say(f"created {len(created)} topics of run {self._config.run.name}")
-
-    def _check_continues(self, monitor: RunMonitor, settings: ClusterSettings) -> None:
-        """Refuse a run that was started otherwise, before its processes find out one by one."""
-        started = monitor.view.started
-        if started is not None:
-            with TopicAdmin(settings) as admin:
-                name = self._config.run.name
-                ids = admin.topic_ids(name)
-                check_continues(started, self._config, admin.cluster_id(), ids)
 
     def _monitor(self, settings: ClusterSettings) -> RunMonitor:
         rollout = self._config.rollout

@@ -236,13 +236,14 @@ class Recomputation:
             if base.path is not None:
                 learner.load_checkpoint(base.path)
             redone = self._redone = _Redone(learner, base.version)
+        settings = run.settings
         with LogReader(self._settings, client_id=f"{run.run}.inspect") as reader:
             for step in plan.steps:
                 if step.version_out > redone.version:
                     self._say(f"redoing step {step.version_out} of {version}")
                     topic = run.topics.trajectories
                     records = fetch_steps(reader, topic, [step], READ_SECONDS)
-                    redo_step(step, records, redone.learner, config)
+                    redo_step(step, records, redone.learner, settings.config(step, config))
                     redone.version = step.version_out
         return redone.learner
 

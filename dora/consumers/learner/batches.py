@@ -6,6 +6,7 @@ batch. Samples that cannot contribute a gradient are left out of the micro-batch
 denominators.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dora.config.trainer import LossSection
+from dora.config.trainer import LossSection, OptimizerSection
 from dora.core.groups import has_signal
 from dora.errors import RecordError
 from dora.log.trained_records import Place
@@ -291,6 +292,24 @@ def ends_part(
     if groups[0] * parts >= share * groups[1]:
         return True
     return tokens[1] is not None and tokens[0] * parts >= share * tokens[1]
+
+
+def learning_rate(settings: OptimizerSection, update: int, total: int) -> float:
+    """Learning rate of the `update`-th optimizer update, counted from 0, of `total` in the run. It
+    depends on nothing else, so a redone step has the rate of the first time.
+
+    Rises linearly from zero over `warmup_steps` updates to the peak, which the last of them has.
+    Then constant, or linear or cosine decay that would reach zero right after the last update.
+    """
+    if update < settings.warmup_steps:
+        return settings.learning_rate * (update + 1) / settings.warmup_steps
+    if settings.schedule == "constant":
+        return settings.learning_rate
+    length = max(total - settings.warmup_steps, 1)
+    done = min((update - settings.warmup_steps) / length, 1.0)
+    if settings.schedule == "linear":
+        return settings.learning_rate * (1.0 - done)
+    return settings.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 def batch_metrics(

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from dora.config import Config
+from dora.config.changes import recorded_values
+from dora.config.trainer import LossSection
 from dora.consumers.learner import torch_setup
 from dora.consumers.learner.batches import (
     Floats,
@@ -76,8 +78,7 @@ class DeepSpeedLearner:
         ranks: Leader | Member | None = None,
     ) -> None:
         self._config = config
-        self._loss = config.trainer.loss
-        self._constant_length = self._loss.constant_length or config.rollout.max_new_tokens
+        self._model_dir = model_dir
         self._ranks = ranks
         self._leader = ranks if isinstance(ranks, Leader) else None
         self._order("make")
@@ -93,14 +94,9 @@ class DeepSpeedLearner:
         self.adapter_settings = add_adapter(model, config) if config.policy.lora else None
         """Configuration of the adapter that is trained; None where all weights are."""
         policy = PolicyModel(model).to(self._device)
-        reference: PolicyModel | None = None
-        base: dict[str, torch.Tensor] | None = None
-        if self._loss.kl_coefficient > 0:
-            if self.adapter_settings is not None and self._stage < 3:
-                base = without_adapter(policy)
-            else:
-                reference = PolicyModel(load_model(model_dir, config)).to(self._device)
-                reference.requires_grad_(False)
+        self._reference: PolicyModel | None = None
+        self._base: dict[str, torch.Tensor] | None = None
+        self._load_reference(policy)
         optimizer = torch.optim.AdamW(
             [parameter for parameter in policy.parameters() if parameter.requires_grad],
             lr=config.trainer.optimizer.learning_rate,
@@ -120,8 +116,8 @@ class DeepSpeedLearner:
             self._engine,
             config,
             self._device,
-            reference=reference,
-            base=base,
+            reference=self._reference,
+            base=self._base,
             stage=self._stage,
             plain=plain,
             progress=progress,
@@ -134,6 +130,49 @@ class DeepSpeedLearner:
     def _order(self, kind: str, **content: Any) -> None:
         if self._leader is not None:
             self._leader.order(kind, **content)
+
+    def _load_reference(self, policy: PolicyModel) -> None:
+        """Load the starting policy, for the KL penalty, where one is configured."""
+        absent = self._reference is None and self._base is None
+        if self._loss.kl_coefficient == 0 or not absent:
+            return
+        if self.adapter_settings is not None and self._stage < 3:
+            self._base = without_adapter(policy)
+        else:
+            model = load_model(self._model_dir, self._config)
+            self._reference = PolicyModel(model).to(self._device)
+            self._reference.requires_grad_(False)
+
+    @property
+    def _loss(self) -> LossSection:
+        return self._config.trainer.loss
+
+    @property
+    def _constant_length(self) -> int:
+        return self._loss.constant_length or self._config.rollout.max_new_tokens
+
+    def configure(self, config: Config) -> None:
+        """Go on with the values of `config`, as `Learner.configure`."""
+        self._order("configure", settings=recorded_values(config))
+        self._config = config
+        if self._device.type == "cpu":
+            torch.set_num_threads(config.trainer.threads)
+        self._load_reference(self._engine.module)
+        self._set_optimizer()
+        self._runner.configure(config, self._reference, self._base)
+
+    def _set_optimizer(self) -> None:
+        section = self._config.trainer.optimizer
+        optimizer = self._engine.optimizer
+        for group in optimizer.param_groups:
+            group["betas"], group["eps"] = section.betas, section.eps
+            group["weight_decay"] = section.weight_decay
+        # where DeepSpeed clips, its optimizer, or the engine for an optimizer without that
+        if hasattr(optimizer, "clip_grad"):
+            optimizer.clip_grad = section.gradient_clip
+        self._engine._config.gradient_clipping = (
+            0.0 if torch_setup.is_plain(self._settings) else section.gradient_clip
+        )
 
     @property
     def parameters(self) -> int:
@@ -399,20 +438,17 @@ class DeepSpeedLearner:
             if self.world > 1:
                 torch.distributed.barrier()
 
-    def load_checkpoint(self, directory: Path) -> None:
-        """Restore what `save_checkpoint` wrote.
+    def load_checkpoint(self, directory: Path, *, updates: int | None = None) -> None:
+        """Restore what `save_checkpoint` wrote, as `Learner.load_checkpoint`.
 
         Raises WeightsError if it is missing or cut, PolicyError if it was written with another ZeRO
         stage or number of ranks.
         """
-        self._order("load", directory=str(directory.absolute()))
+        self._order("load", directory=str(directory.absolute()), updates=updates)
         with together(self._ranks):
-            self.updates = self._load(directory)
-        # the checkpoint holds those it was written with, and a replay may try others
-        section = self._config.trainer.optimizer
-        for group in self._engine.optimizer.param_groups:
-            group["betas"], group["eps"] = section.betas, section.eps
-            group["weight_decay"] = section.weight_decay
+            counted = self._load(directory)
+        self.updates = counted if updates is None else updates
+        self._set_optimizer()  # the checkpoint holds those it was written with
 
     def _load(self, directory: Path) -> int:
         try:

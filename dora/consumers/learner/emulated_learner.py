@@ -1,7 +1,8 @@
 """A learner that waits instead of computing, to try schedules and faults at any size.
 
-Its weights are a digest of everything it was trained on, in order. So each version has other ones,
-and only a redo of the same trajectories ends in the same.
+Its weights are a digest of everything it was trained on, in order, and of the loss and the learning
+rate. So each version has other ones, and only a redo of the same trajectories with the same values
+ends in the same.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dora.config import Config
-from dora.consumers.learner.batches import Floats, Sample, batch_metrics
+from dora.consumers.learner.batches import Floats, Sample, batch_metrics, learning_rate
 from dora.errors import ConfigError, WeightsError
 from dora.weights.models import emulated_vocabulary
 from dora.weights.tensors import plain_checksum
@@ -61,6 +62,7 @@ class EmulatedLearner:
         self._samples: list[Sample] = []
         self._groups = 0
         self._debt = 0.0
+        self._rate = 0.0
         self._seen = hashlib.blake2b()
 
     @property
@@ -92,7 +94,11 @@ class EmulatedLearner:
         self._samples = []
         self._groups = 0
         self._debt = self._trainer.step_seconds
+        trainer = self._config.trainer
+        total = trainer.steps * trainer.updates_per_step
+        self._rate = learning_rate(trainer.optimizer, self.updates, total)
         self._seen = hashlib.blake2b(self._state, digest_size=_SIZE)
+        self._seen.update(f"{self._rate!r}:{trainer.loss!r}".encode())
 
     def add(self, group: Sequence[Sample]) -> None:
         """Spend the group's part of the step."""
@@ -108,7 +114,8 @@ class EmulatedLearner:
         self._debt = 0.0
         self._state = self._seen.digest()
         self.updates += self._config.trainer.updates_per_step
-        return batch_metrics(self._samples, self._version, self._config.task.success_threshold)
+        metrics = batch_metrics(self._samples, self._version, self._config.task.success_threshold)
+        return metrics | {"learning_rate": self._rate}
 
     def sequence_logprobs(self, token_ids: Sequence[int]) -> Floats:
         """Those of the uniform distribution, as the emulated engine has them."""
@@ -124,22 +131,27 @@ class EmulatedLearner:
         """Checksum of the digest."""
         return plain_checksum(self._tensors())
 
+    def configure(self, config: Config) -> None:
+        """Go on with the values of `config`."""
+        self._config = config
+
     def save_checkpoint(self, directory: Path) -> None:
         """Write the digest and the count of updates."""
         content = {"state": self._state.hex(), "updates": self.updates}
         (directory / _FILE).write_text(json.dumps(content) + "\n", encoding="utf-8")
 
-    def load_checkpoint(self, directory: Path) -> None:
-        """Restore what `save_checkpoint` wrote; WeightsError if it is missing or damaged."""
+    def load_checkpoint(self, directory: Path, *, updates: int | None = None) -> None:
+        """Restore what `save_checkpoint` wrote, as `Learner.load_checkpoint`; WeightsError if it is
+        missing or damaged."""
         path = directory / _FILE
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            state, updates = bytes.fromhex(content["state"]), int(content["updates"])
+            state, counted = bytes.fromhex(content["state"]), int(content["updates"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise WeightsError(f"checkpoint {path} cannot be read: {error}") from error
         if len(state) != _SIZE:
             raise WeightsError(f"checkpoint {path} holds {len(state)} bytes, not {_SIZE}")
-        self._state, self.updates = state, updates
+        self._state, self.updates = state, counted if updates is None else updates
 
     @property
     def _trainer(self) -> Any:

@@ -68,11 +68,16 @@ class Learner(Protocol):
     def weights_checksum(self) -> str:
         """Checksum of the weights."""
 
+    def configure(self, config: Config) -> None:
+        """Train the next step with the values that `config` has for keys that may change between
+        two starts (`dora.config.changes`); the others are as at the start."""
+
     def save_checkpoint(self, directory: Path) -> None:
         """Write everything needed to go on training to `directory`, which must exist."""
 
-    def load_checkpoint(self, directory: Path) -> None:
-        """Restore what `save_checkpoint` wrote."""
+    def load_checkpoint(self, directory: Path, *, updates: int | None = None) -> None:
+        """Restore what `save_checkpoint` wrote; with `updates` the count of optimizer updates, on
+        which the learning rate depends, goes on from that instead."""
 
 
 def starting_model(config: Config) -> Path:

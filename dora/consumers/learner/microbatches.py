@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 
 from dora.config import Config
-from dora.config.trainer import OptimizerSection
 from dora.consumers.learner.batches import (
     MicroBatch,
     Sample,
@@ -23,30 +22,13 @@ from dora.consumers.learner.batches import (
     contributes,
     denominator,
     ends_part,
+    learning_rate,
     micro_batches,
     unit_weights,
 )
 from dora.consumers.learner.losses import LossParts, TokenTerms, policy_loss
 from dora.consumers.learner.model import PolicyModel, model_inputs
 from dora.errors import PolicyError
-
-
-def learning_rate(settings: OptimizerSection, update: int, total: int) -> float:
-    """Learning rate of the `update`-th optimizer update, counted from 0, of `total` in the run. It
-    depends on nothing else, so a redone step has the rate of the first time.
-
-    Rises linearly from zero over `warmup_steps` updates to the peak, which the last of them has.
-    Then constant, or linear or cosine decay that would reach zero right after the last update.
-    """
-    if update < settings.warmup_steps:
-        return settings.learning_rate * (update + 1) / settings.warmup_steps
-    if settings.schedule == "constant":
-        return settings.learning_rate
-    length = max(total - settings.warmup_steps, 1)
-    done = min((update - settings.warmup_steps) / length, 1.0)
-    if settings.schedule == "linear":
-        return settings.learning_rate * (1.0 - done)
-    return settings.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 @dataclass(slots=True)
@@ -180,6 +162,16 @@ class MicroBatchRunner:
         self._progress = progress
         self._world = torch.distributed.get_world_size()
 
+    def configure(
+        self,
+        config: Config,
+        reference: PolicyModel | None,
+        base: dict[str, torch.Tensor] | None,
+    ) -> None:
+        """Go on with the loss, the optimizer and the starting policy of `config`."""
+        self._config, self._loss = config, config.trainer.loss
+        self._reference, self._base = reference, base
+
     def set_learning_rate(self, update: int) -> float:
         """Set the rate of the run's `update`-th optimizer update; returns it."""
         trainer = self._config.trainer
@@ -263,7 +255,9 @@ class MicroBatchRunner:
         self, batch: MicroBatch, logprobs: torch.Tensor, proximal: torch.Tensor | None
     ) -> TokenTerms:
         reference = None
-        if self._base is not None:
+        if self._loss.kl_coefficient == 0:
+            pass  # there may be one, for other steps
+        elif self._base is not None:
             reference = self.score(batch, self._base)
         elif self._reference is not None:
             with torch.no_grad():

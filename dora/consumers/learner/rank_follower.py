@@ -13,6 +13,7 @@ from dora.bus.reader import LogReader
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.config import Config
+from dora.config.changes import with_settings
 from dora.consumers.learner.batches import Shard, shard_from_message, shard_places
 from dora.consumers.learner.deepspeed_learner import DeepSpeedLearner
 from dora.consumers.learner.microbatches import Mismatch
@@ -67,7 +68,9 @@ class RankFollower:
             case "save":
                 learner.save_checkpoint(self._shared(order["directory"]))
             case "load":
-                learner.load_checkpoint(self._shared(order["directory"]))
+                learner.load_checkpoint(self._shared(order["directory"]), updates=order["updates"])
+            case "configure":
+                learner.configure(with_settings(self._config, order["settings"]))
             case "export":
                 learner.export_state()
             case "score":

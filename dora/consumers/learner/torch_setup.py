@@ -138,8 +138,9 @@ def deepspeed_settings(config: Config) -> dict[str, Any]:
     if config.policy.dtype == "float16":
         base["fp16"] = {"enabled": True}
     settings = _merge(base, given)
-    if not is_plain(settings):
-        settings["gradient_clipping"] = config.trainer.optimizer.gradient_clip
+    # without a value DeepSpeed clips to 1, also what the learner has clipped to more
+    clip = config.trainer.optimizer.gradient_clip
+    settings["gradient_clipping"] = 0.0 if is_plain(settings) else clip
     return settings
 
 

@@ -16,11 +16,13 @@ from typing import Any
 from dora.bus.reader import LogReader
 from dora.bus.settings import ClusterSettings
 from dora.config import Config
+from dora.config.changes import recorded_values, values_of, with_settings
 from dora.consumers.learner.learner import Learner, create_learner, starting_model
 from dora.consumers.replay.metrics import Difference, FirstDifference, ReplayedStep, compared, same
 from dora.consumers.replay.plan import ReplayPlan, make_plan
 from dora.consumers.trainer.recovery import difference_to_published, redo_step
 from dora.errors import PolicyError, RunError, WeightsError
+from dora.log.recorded_config import RecordedSettings
 from dora.log.run_log import RunLog
 from dora.log.trained_records import Place, fetch_steps
 from dora.schemas.records import Step, Trajectory
@@ -119,25 +121,44 @@ def replay(
 ) -> ReplayReport:
     """Train steps `first` to `last` (by default all) of `run` again and compare.
 
-    `config` is what the run was trained with. Where `what_if` is given, the steps asked for are
-    trained with that instead (`sets` say how it differs), from the recorded weights before them.
+    `config` is what the run began with; each step is trained with the values of its time. Where
+    `what_if` is given, the steps asked for are trained with what it has for the keys of `sets`,
+    from the recorded weights before them.
     Without `checkpoints` the replay begins at version 0, so that it depends on the starting model
     and the log alone. `deadline` (seconds) bounds each read of the log; `progress` is called with
     the steps done and their number. Raises RunError if the log cannot be replayed, and what Kafka,
     the model and the disk refuse.
     """
-    plan = make_plan(run, config, settings, *run.span(first, last), checkpoints=checkpoints)
+    begin, end = run.span(first, last)
+    plan = make_plan(run, config, settings, begin, end, checkpoints=checkpoints)
+    notes = list(plan.passed_over)
+    if what_if is not None and begin == end:
+        notes += _late_effect(run, end, config, sets)
     return _Replay(
         run,
         _without_waits(config),
         settings,
         plan,
-        None if what_if is None else _without_waits(what_if),
+        {} if what_if is None else values_of(what_if, [t.partition("=")[0].strip() for t in sets]),
         tuple(sets) if what_if is not None else (),
         deadline,
         progress,
-        notes=list(plan.passed_over),
+        notes=notes,
     ).carry_out()
+
+
+def _late_effect(run: RunLog, number: int, config: Config, sets: Sequence[str]) -> Iterator[str]:
+    """A note if `sets` change nothing of the step but the weights that it ends with."""
+    once = run.settings.config(run.step(number), config).trainer.updates_per_step == 1
+    if once and all(text.strip().startswith("trainer.optimizer.") for text in sets):
+        yield (
+            f"{', '.join(sets)} takes hold at the end of step {number}, when the weights change: "
+            "its loss and gradient are of the weights before, as recorded"
+        ) + (
+            f". Those of step {number + 1} differ: --steps {number}:{number + 1}"
+            if run.steps[-1].version_out > number
+            else ""
+        )
 
 
 @dataclass
@@ -148,7 +169,7 @@ class _Replay:
     recorded: Config
     settings: ClusterSettings
     plan: ReplayPlan
-    what_if: Config | None
+    what_if: dict[str, str]
     sets: tuple[str, ...]
     deadline: float
     progress: Progress
@@ -157,23 +178,24 @@ class _Replay:
     differing: list[Difference] = field(default_factory=list)
     first: FirstDifference | None = None
     loading: float = 0.0
+    settings_of_steps: RecordedSettings = field(init=False)
     config: Config = field(init=False)
     learner: Learner = field(init=False)
 
+    def __post_init__(self) -> None:
+        self.settings_of_steps = self.run.settings
+
     def carry_out(self) -> ReplayReport:
         """Train everything and report."""
-        plan, config = self.plan, self.recorded
-        if self.what_if is not None and plan.base.version == plan.first - 1:
-            config = self.what_if
+        plan = self.plan
         begin = time.monotonic()
-        self._load(config)
+        self._load(self._config_of(plan.steps[0]))
         self.loading = time.monotonic() - begin
         checksum = self.learner.weights_checksum()
         self._compare_weights(plan.base.version, plan.base.expected, checksum)
         begin, before = time.monotonic(), self.loading
         for step, records in self._fetched():
-            if self.what_if is not None and step.version_out == plan.first:
-                self._change(self.what_if)
+            self._go_on(self._config_of(step))
             checksum = self._train(step, records)
         seconds = time.monotonic() - begin - (self.loading - before)
         return ReplayReport(
@@ -208,9 +230,15 @@ class _Replay:
                 error.hint = "Replay without checkpoints, from version 0: --no-checkpoint."
             raise
 
-    def _change(self, config: Config) -> None:
+    def _config_of(self, step: Step) -> Config:
+        """What `step` is trained with."""
+        changes = self.what_if if step.version_out >= self.plan.first else {}
+        return with_settings(self.settings_of_steps.config(step, self.recorded), changes)
+
+    def _go_on(self, config: Config) -> None:
         """Go on with `config` from the weights and the optimizer's state as they are."""
-        if self.config is config:
+        if with_settings(self.config, recorded_values(config)) == config:
+            self.config = config  # `redo_step` configures the learner
             return
         begin = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="dora-replay-") as name:
@@ -242,7 +270,7 @@ class _Replay:
             seconds=redone.seconds,
         )
         self.results.append(result)
-        if self.what_if is None or not result.asked:
+        if not self.what_if or not result.asked:
             metric = next(iter(result.differing), "weights")
             if metric != "weights" and self.first is None:
                 old, new = result.recorded[metric], result.replayed[metric]

@@ -51,10 +51,12 @@ class RedoneStep:
 def redo_step(
     step: Step, records: Mapping[Place, Trajectory], learner: Learner, config: Config
 ) -> RedoneStep:
-    """Train `step` again on exactly its trajectories, which `records` hold, in the recorded order.
+    """Train `step` again on exactly its trajectories, which `records` hold, in the recorded order,
+    with the values of `config`, those of its time (`RecordedSettings`).
 
     RunError or RecordError if these are not what the ledger says; raises what `learner` raises.
     """
+    learner.configure(config)
     newest = step.version_in if config.schedule.kind == "partial" else None
     groups = [
         prepare_samples(
@@ -148,11 +150,10 @@ def check_allowed(deviation: Deviation, trainer: TrainerSection, recovery: Recov
     within = deviation.largest is not None and deviation.largest <= allowed
     if recovery.on_mismatch == "accept" or (within and not trainer.deterministic):
         return
-    reasons = "another machine, or another version of torch or DeepSpeed"
-    if trainer.optimizer.schedule != "constant":
-        reasons += (
-            f", or another trainer.steps (the {trainer.optimizer.schedule} schedule depends on it)"
-        )
+    reasons = (
+        "another machine, another version of torch or DeepSpeed, or another trainer.deepspeed, "
+        "trainer.ranks or trainer.deterministic"
+    )
     demanded = (
         "bit-identical weights are demanded (trainer.deterministic)"
         if trainer.deterministic
@@ -247,7 +248,7 @@ class Recovery:
             return None
         with LogReader(self._settings, client_id="trainer-recovery") as reader:
             for step in steps:
-                self._redo(step, reader)
+                self._redo(step, reader, history)
                 # an accepted difference stays in all later steps: only its size at the end matters
                 known = deviation is not None or not deterministic
                 if step is not steps[-1] and known:
@@ -259,6 +260,7 @@ class Recovery:
                     log.warning("accepted: %s", deviation)
                 elif step is steps[-1]:
                     deviation = None
+        self._learner.configure(self._config)
         return deviation
 
     def _deviation(self, step: Step, redone: str, history: History) -> Deviation:
@@ -276,11 +278,13 @@ class Recovery:
             log.warning("version %d cannot be compared: %s", version, error.message)
         return Deviation(version, step.weights_checksum, redone, largest, tensor)
 
-    def _redo(self, step: Step, reader: LogReader) -> None:
+    def _redo(self, step: Step, reader: LogReader, history: History) -> None:
         self._report(f"redoing step {step.version_in} -> {step.version_out}")
         try:
             records = fetch_steps(reader, self._topic, [step], READ_SECONDS)
-            redo_step(step, records, self._learner, self._config)
+            assert history.settings is not None, "a run with a step has begun"
+            config = history.settings.config(step, self._config)
+            redo_step(step, records, self._learner, config)
         except BusError as error:
             if not self.damaged:
                 raise

@@ -96,11 +96,7 @@ class Trainer:
         self._heartbeat = Heartbeat(config, self._writer)
         self._reports = StepReports(config)
         self._ledger = LedgerWriter(
-            self._run,
-            self._heartbeat.incarnation,
-            self._transactions,
-            self._state,
-            read_back_seconds=config.kafka.request_timeout_seconds,
+            config, self._heartbeat.incarnation, self._transactions, self._state
         )
         self._learner: Learner
         self._builder: BatchBuilder
@@ -167,10 +163,13 @@ class Trainer:
                 self._config,
                 self._admin.cluster_id(),
                 self._admin.topic_ids(self._run),
+                self._state.newest,
             )
         check_retention(self._reader, self._topics, history, self._state.newest, self._state.window)
         self._policies = history.policies
         self._ledger.inputs = history.inputs
+        if history.settings is not None:
+            self._ledger.settings = history.settings.newest
         self._heartbeat.version = self._state.newest
         if history.started is not None:
             self._reports.begin(history.started, history.recent, self._state.newest)

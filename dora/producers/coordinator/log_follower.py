@@ -6,7 +6,6 @@ begins in ledger, journal and commands, and groups of versions that left the win
 the time to start is bounded by the window, not by the length of the run.
 """
 
-import json
 import logging
 from collections.abc import Callable, Sequence
 
@@ -15,10 +14,10 @@ from dora.bus.reader import BEGINNING, LogReader, Message, Unreadable
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.config import Config
-from dora.core.identity import differences
 from dora.core.ring import JOURNAL, slot_partitions, version_starts
 from dora.core.scheduling.coordination import Coordination
 from dora.errors import RunError
+from dora.log.continuation import check_configuration
 from dora.log.presence import recent_statuses
 from dora.schemas.records import Admission, Policy, RunStarted
 
@@ -237,9 +236,4 @@ class LogFollower:
 
     def _check_identity(self, started: RunStarted) -> None:
         self.run_id = started.run_id
-        found = differences(json.loads(started.identity), self._config.identity())
-        if found:
-            raise RunError(
-                f"run {self._run} was started with another configuration: " + "; ".join(found),
-                hint="give the run another name (run.name), or restore the recorded values",
-            )
+        check_configuration(started, self._config, self._coordination.state.newest)

@@ -232,7 +232,7 @@ class ReplayServer:
     def _check_same_kind(self, started: RunStarted) -> None:
         recorded = json.loads(self._recording.identity)
         found = differences(recorded, json.loads(started.identity))
-        changed = [each for each in found if not each.startswith(_FREE)]
+        changed = [f"{key}: {values}" for key, values in found.items() if not key.startswith(_FREE)]
         if changed:
             raise RunError(
                 f"run {self._run} cannot be fed with what run {self._recording.source} recorded: "

@@ -1,5 +1,6 @@
 """Writes what is made from the code: docs/configuration.md, docs/asyncapi.yaml, Strimzi's users,
-and the tables of metrics and rights in docs/observability.md and docs/security.md.
+and the tables of changes, metrics and rights in docs/operations.md, docs/observability.md and
+docs/security.md.
 
 `--check` writes nothing, names the files that are out of date, and ends with 1 if there are any.
 """
@@ -23,6 +24,7 @@ from dora import __version__
 from dora.bus.access import ROLES, ROLES_OF_A_RUN, Resource, Right, default_principal
 from dora.bus.topic_plan import topic_plan
 from dora.config import Config
+from dora.config.changes import RULES
 from dora.schemas.registry import RECORD_TYPES, current_text
 from dora.telemetry.catalogue import CATALOGUE, VERSION, Metric
 
@@ -35,6 +37,7 @@ def main() -> int:
     """Write or check every file; the exit code."""
     files: dict[Path, Callable[[], str]] = {
         DOCS / "configuration.md": configuration,
+        DOCS / "operations.md": changes,
         DOCS / "observability.md": metrics,
         DOCS / "security.md": rights,
         DOCS / "asyncapi.yaml": asyncapi,
@@ -75,6 +78,23 @@ Unknown keys, wrong types and impossible combinations are refused with exit code
 problems listed. Values of `kafka.properties` never appear in messages. Paths are relative to the
 working directory, those of data sets and hooks to the configuration file.
 """
+
+
+def changes() -> str:
+    """What may change between two starts, in the page about operations."""
+    words = {
+        "recorded": "yes, recorded from the next step on",
+        "input": "yes, if it holds the same",
+        "free": "yes",
+        "fixed": "no",
+    }
+    rows = [
+        f"| {', '.join(f'`{prefix}`' for prefix in rule.prefixes)} | {words[rule.kind]} "
+        f"| {_one_line(rule.why)} |"
+        for rule in RULES
+    ]
+    table = "\n".join(["| keys | may change | why |", "|---|---|---|", *rows])
+    return filled("operations.md", "dora/config/changes.py", table)
 
 
 def configuration() -> str:

@@ -49,7 +49,7 @@ RULES = (
     Rule(
         "free",
         ("trainer",),
-        "no record depends on it. Checkpoints fit only the ranks and the ZeRO stage that wrote "
+        "waits, checkpoints and devices. Checkpoints fit only the ranks and the ZeRO stage that wrote "
         "them, and a redo repeats the bits only with the deepspeed, ranks and deterministic of its "
         "time",
     ),

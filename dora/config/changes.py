@@ -49,9 +49,8 @@ RULES = (
     Rule(
         "free",
         ("trainer",),
-        "waits, checkpoints and devices. Checkpoints fit only the ranks and the ZeRO stage that wrote "
-        "them, and a redo repeats the bits only with the deepspeed, ranks and deterministic of its "
-        "time",
+        "waits, checkpoints, devices. Checkpoints fit only the ranks and the ZeRO stage that wrote "
+        "them, and a redo repeats bits only with the deepspeed, ranks and deterministic of its time",
     ),
     Rule(
         "free",

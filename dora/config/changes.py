@@ -50,7 +50,7 @@ RULES = (
         "free",
         ("trainer",),
         "waits, checkpoints, devices. Checkpoints fit only the ranks and the ZeRO stage that wrote "
-        "them, and a redo repeats bits only with the deepspeed, ranks and deterministic of its time",
+        "them, and a redo repeats bits only with the deepspeed, ranks, deterministic of its time",
     ),
     Rule(
         "free",

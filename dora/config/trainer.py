@@ -64,6 +64,9 @@ class TrainerSection(Section):
     """Optimizer updates in one step; must divide window.groups_per_step."""
     max_tokens_per_micro_batch: Positive = 16_384
     """Token budget of one forward and backward pass, padding included."""
+    logits_mib: Annotated[float, Field(gt=0)] = 256.0
+    """Memory in MiB for logits: they exist for as many tokens at a time as fit, and are computed
+    again in the backward pass. The output head's gradient needs its own size beside it."""
     checkpoint_every: Positive = 1
     """Steps between full DeepSpeed checkpoints; the steps after the last are redone on recovery."""
     keep_checkpoints: Positive = 2

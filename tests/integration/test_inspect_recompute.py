@@ -10,9 +10,10 @@ import pytest
 import torch
 from click.testing import Result
 
-from dora.consumers.inspect.recomputation import PolicyScorer, Recomputation, token_entropies
+from dora.consumers.inspect.recomputation import PolicyScorer, Recomputation
 from dora.consumers.learner.batches import sample_of
 from dora.consumers.learner.deepspeed_learner import DeepSpeedLearner
+from dora.consumers.learner.losses import token_entropies
 from dora.errors import RunError, WeightsError
 from dora.log.run_log import RunLog
 from dora.schemas.records import Trajectory, VersionRun, unpack_logprobs

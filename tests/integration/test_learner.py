@@ -133,15 +133,17 @@ def test_the_update_does_not_depend_on_how_the_batch_is_cut(model: Path, loss: A
             assert close.float().mean() > 0.995, name
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_every_zero_stage_gives_the_same_update(model: Path, stage: int) -> None:
-    plain_metrics, plain = deltas(
-        model, config(model, {"max_tokens_per_micro_batch": 60}), groups(1)
-    )
-    zero = {"zero_optimization": {"stage": stage}}
-    metrics, found = deltas(
-        model, config(model, {"max_tokens_per_micro_batch": 60, "deepspeed": zero}), groups(1)
-    )
+def test_every_zero_stage_gives_the_same_update_with_logits_by_chunks(
+    tmp_path: Path, stage: int, tied: bool
+) -> None:
+    model = make_model(tmp_path, tied=tied)
+    settings: dict[str, Any] = {"max_tokens_per_micro_batch": 60}
+    plain_metrics, plain = deltas(model, config(model, settings), groups(1))
+    settings |= {"deepspeed": {"zero_optimization": {"stage": stage}}}
+    settings["logits_mib"] = 5 * 4 * VOCABULARY / 2**20  # five tokens
+    metrics, found = deltas(model, config(model, settings), groups(1))
     assert metrics == pytest.approx(plain_metrics, rel=1e-4, abs=1e-6)
     for name, expected in plain.items():
         assert torch.isclose(found[name], expected, atol=2e-5).float().mean() > 0.995, name

@@ -133,12 +133,8 @@ def test_a_micro_batch_points_at_the_logits_that_predict_each_generated_token() 
     (batch,) = micro_batches(samples, 1000)
     assert batch.samples == (1, 0)
     assert batch.token_ids.shape == (2, 6) and batch.token_ids[1].tolist() == [0, 1, 2, 3, 0, 0]
-    places = batch.columns[batch.column_index]
-    assert list(zip(batch.rows.tolist(), places.tolist(), batch.targets.tolist(), strict=True)) == [
-        (0, 4, 5),
-        (1, 1, 2),
-        (1, 2, 3),
-    ]
+    where = zip(batch.rows.tolist(), batch.places.tolist(), batch.targets.tolist(), strict=True)
+    assert list(where) == [(0, 4, 5), (1, 6 + 1, 2), (1, 6 + 2, 3)]
 
 
 @pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])

@@ -126,22 +126,22 @@ def test_an_absurd_ratio_stays_finite() -> None:
 
 def test_log_probabilities_follow_temperature_top_k_and_top_p() -> None:
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
-    plain = token_logprobs(logits, torch.tensor([3]))
+    plain = token_logprobs(logits.clone(), torch.tensor([3]))
     assert float(plain) == pytest.approx(math.log(0.4), abs=1e-6)
-    hot = token_logprobs(logits, torch.tensor([3]), temperature=2.0)
+    hot = token_logprobs(logits.clone(), torch.tensor([3]), temperature=2.0)
     total = sum(math.sqrt(p) for p in (0.1, 0.2, 0.3, 0.4))
     assert float(hot) == pytest.approx(math.log(math.sqrt(0.4) / total), abs=1e-6)
-    top2 = token_logprobs(logits, torch.tensor([3]), top_k=2)
+    top2 = token_logprobs(logits.clone(), torch.tensor([3]), top_k=2)
     assert float(top2) == pytest.approx(math.log(0.4 / 0.7), abs=1e-6)
-    nucleus = token_logprobs(logits, torch.tensor([2]), top_p=0.6)
+    nucleus = token_logprobs(logits.clone(), torch.tensor([2]), top_p=0.6)
     assert float(nucleus) == pytest.approx(math.log(0.3 / 0.7), abs=1e-6)
-    narrow = token_logprobs(logits, torch.tensor([3]), top_p=1e-9)
+    narrow = token_logprobs(logits.clone(), torch.tensor([3]), top_p=1e-9)
     assert float(narrow) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_sampled_token_outside_the_trainers_truncated_set_is_kept() -> None:
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log().requires_grad_()
-    found = token_logprobs(logits, torch.tensor([0]), top_k=2)
-    assert float(found) == pytest.approx(math.log(0.1 / 0.8), abs=1e-6)
+    found = token_logprobs(logits.clone(), torch.tensor([0]), top_k=2)
+    assert float(found.detach()) == pytest.approx(math.log(0.1 / 0.8), abs=1e-6)
     found.sum().backward()
     assert logits.grad is not None and torch.isfinite(logits.grad).all()

@@ -72,7 +72,7 @@ def test_a_rank_rebuilds_its_share_from_what_the_log_holds() -> None:
         found = shard_from_message(share, {place: log[place] for place in shard_places(share)})
         expected = build_shard(plan.ranks[rank], samples, plan.weights)
         for ours, theirs in zip(found.batches, expected.batches, strict=True):
-            for name in ("samples", "token_ids", "columns", "rows", "targets", "behaviour"):
+            for name in ("samples", "token_ids", "places", "rows", "targets", "behaviour"):
                 assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
             assert ours.weights.tobytes() == theirs.weights.tobytes()
             assert ours.advantages.tobytes() == theirs.advantages.tobytes()

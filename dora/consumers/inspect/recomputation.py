@@ -21,7 +21,7 @@ from dora.consumers.inspect.view import Floats, Scores
 from dora.consumers.learner import torch_setup
 from dora.consumers.learner.batches import MicroBatch, Sample, micro_batches, sample_of
 from dora.consumers.learner.learner import Learner, create_learner, starting_model
-from dora.consumers.learner.losses import token_logprobs, truncation_mask
+from dora.consumers.learner.losses import token_entropies, token_logprobs
 from dora.consumers.learner.model import (
     PolicyModel,
     add_adapter,
@@ -42,18 +42,6 @@ State = Mapping[str, torch.Tensor]
 Say = Callable[[str], None]
 
 
-def token_entropies(
-    logits: torch.Tensor, *, temperature: float, top_p: float, top_k: int
-) -> torch.Tensor:
-    """Entropies [N] (nats) of the distributions that logits [N, V] sample from, truncation
-    included."""
-    scaled = logits.float() / temperature
-    if top_k or top_p < 1.0:
-        scaled = scaled.masked_fill(truncation_mask(scaled, top_p, top_k), -torch.inf)
-    logprobs = scaled.log_softmax(dim=-1)
-    return -(logprobs.exp() * logprobs.nan_to_num(neginf=0.0)).sum(dim=-1)
-
-
 class PolicyScorer:
     """A run's policy as the learner has it, without optimizer; the model in `directory` is its
     architecture (and, for an adapter, its base). PolicyError if the model cannot be used."""
@@ -67,7 +55,7 @@ class PolicyScorer:
             add_adapter(model, config)
         self._config = config
         self._device = torch_setup.device()
-        self._policy = PolicyModel(model).to(self._device)
+        self._policy = PolicyModel(model.to(self._device), config.trainer.logits_mib)
         self._policy.requires_grad_(False)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -113,25 +101,19 @@ class PolicyScorer:
         return result
 
     def _pass(self, batch: MicroBatch) -> tuple[Floats, Floats]:
-        inputs = model_inputs(batch, self._device)
-        targets = inputs.pop("targets")
-        sampling = self._config.rollout
+        rollout = self._config.rollout
+        sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p}
+
+        def both(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            entropy = token_entropies(logits, **sampling, top_k=rollout.top_k)
+            logprobs = token_logprobs(logits, targets, **sampling, top_k=rollout.top_k)
+            return torch.stack([logprobs, entropy], dim=-1)
+
         with torch.no_grad():
-            logits = self._policy.logits(**inputs)
-            logprobs = token_logprobs(
-                logits,
-                targets,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-            )
-            entropy = token_entropies(
-                logits,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-            )
-        return logprobs.float().cpu().numpy(), entropy.float().cpu().numpy()
+            inputs = model_inputs(batch, self._device)
+            found = self._policy.per_token(both, **inputs, copies=6)
+        logprobs, entropy = found.float().cpu().numpy().T
+        return logprobs, entropy
 
 
 @dataclass(slots=True)

@@ -119,12 +119,10 @@ class MicroBatch:
     token_ids: Ints
     """[rows, width], padded on the right with 0. Causal attention keeps padding on the right from
     every real token, so no mask is needed."""
-    columns: Ints
-    """[c]: sorted columns whose logits predict a generated token of any row."""
     rows: Ints
     """[N]: row of each generated token."""
-    column_index: Ints
-    """[N]: index into `columns` of the position that predicts it."""
+    places: Ints
+    """[N]: index in the flattened `token_ids` of the position that predicts it."""
     targets: Ints
     """[N]: the tokens."""
     behaviour: Floats
@@ -228,13 +226,11 @@ def assemble(
     counts = [s.generated for s in chosen]
     positions = np.concatenate([s.positions for s in chosen])
     rows = np.repeat(np.arange(len(chosen), dtype=np.int64), counts)
-    columns, column_index = np.unique(positions - 1, return_inverse=True)
     return MicroBatch(
         samples=tuple(indices),
         token_ids=token_ids,
-        columns=columns.astype(np.int64),
         rows=rows,
-        column_index=column_index.astype(np.int64),
+        places=rows * width + positions - 1,
         targets=token_ids[rows, positions],
         behaviour=np.concatenate([s.behaviour for s in chosen]).astype(np.float32),
         advantages=np.repeat(_floats([s.advantage for s in chosen]), counts),

@@ -93,7 +93,7 @@ class DeepSpeedLearner:
         self.vocabulary = int(model.get_input_embeddings().num_embeddings)
         self.adapter_settings = add_adapter(model, config) if config.policy.lora else None
         """Configuration of the adapter that is trained; None where all weights are."""
-        policy = PolicyModel(model).to(self._device)
+        policy = PolicyModel(model.to(self._device), config.trainer.logits_mib)
         self._reference: PolicyModel | None = None
         self._base: dict[str, torch.Tensor] | None = None
         self._load_reference(policy)
@@ -139,8 +139,8 @@ class DeepSpeedLearner:
         if self.adapter_settings is not None and self._stage < 3:
             self._base = without_adapter(policy)
         else:
-            model = load_model(self._model_dir, self._config)
-            self._reference = PolicyModel(model).to(self._device)
+            model = load_model(self._model_dir, self._config).to(self._device)
+            self._reference = PolicyModel(model, self._config.trainer.logits_mib)
             self._reference.requires_grad_(False)
 
     @property
@@ -377,9 +377,7 @@ class DeepSpeedLearner:
         with torch.no_grad():
             scores = module(
                 token_ids=tokens,
-                columns=places,
-                rows=torch.zeros_like(places),
-                column_index=places,
+                places=places,
                 targets=tokens[0, 1:],
                 temperature=1.0,
                 top_p=1.0,

@@ -31,6 +31,7 @@ as in GRPO's eq. 4.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -134,6 +135,28 @@ def policy_loss(logprobs: torch.Tensor, terms: TokenTerms, settings: LossSection
     return LossParts(loss=(terms.weights * token_loss).sum(), clipped=clipped.detach().sum(), kl=kl)
 
 
+class _ChosenLogprobs(torch.autograd.Function):
+    """log_softmax(logits)[targets] for logits [N, V] and targets [N], in the memory of `logits`,
+    which are overwritten in both passes: no second tensor of their size ever exists."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        index = targets.unsqueeze(-1)
+        chosen = logits.gather(-1, index).squeeze(-1)
+        largest = logits.amax(dim=-1, keepdim=True)
+        exponentials = logits.sub_(largest).exp_()
+        total = exponentials.sum(dim=-1, keepdim=True)
+        ctx.save_for_backward(exponentials, total, index)
+        return chosen - (largest + total.log()).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        exponentials, total, index = ctx.saved_tensors
+        outer = gradients[0].unsqueeze(-1)
+        found = exponentials.mul_(-outer / total)
+        return found.scatter_add_(-1, index, outer), None
+
+
 def truncation_mask(logits: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
     """Boolean [N, V]: True where a token is cut from logits [N, V] (temperature applied already).
 
@@ -162,6 +185,7 @@ def token_logprobs(
 ) -> torch.Tensor:
     """Log-probabilities [N] (nats, float32) of `targets` [N] given `logits` [N, V], under the
     distribution that workers sample from: temperature, then top-k, then top-p, renormalised.
+    Overwrites `logits`, and its backward pass can be run once.
 
     The set of tokens that the engine kept is not in the log, and the trainer's policy is a few
     updates ahead, so its own set may lack the sampled token: the ratio would be zero. The trainer
@@ -172,10 +196,20 @@ def token_logprobs(
     """
     scaled = logits.float()
     if temperature != 1.0:
-        scaled = scaled / temperature
-    index = targets.unsqueeze(-1)
+        scaled = scaled.div_(temperature)
     if top_k or top_p < 1.0:
-        cut = truncation_mask(scaled.detach(), top_p, top_k).scatter(-1, index, False)
-        scaled = scaled.masked_fill(cut, -torch.inf)
-    chosen = scaled.gather(-1, index).squeeze(-1)
-    return chosen - scaled.logsumexp(dim=-1)
+        cut = truncation_mask(scaled.detach(), top_p, top_k)
+        scaled = scaled.masked_fill_(cut.scatter_(-1, targets.unsqueeze(-1), False), -torch.inf)
+    return _ChosenLogprobs.apply(scaled, targets)
+
+
+def token_entropies(
+    logits: torch.Tensor, *, temperature: float, top_p: float, top_k: int
+) -> torch.Tensor:
+    """Entropies [N] (nats) of the distributions that logits [N, V] sample from, truncation
+    included."""
+    scaled = logits.float() / temperature
+    if top_k or top_p < 1.0:
+        scaled = scaled.masked_fill(truncation_mask(scaled, top_p, top_k), -torch.inf)
+    logprobs = scaled.log_softmax(dim=-1)
+    return -(logprobs.exp() * logprobs.nan_to_num(neginf=0.0)).sum(dim=-1)

@@ -4,14 +4,16 @@ A forward pass has no randomness (all dropout is off), computes logits only wher
 is predicted, and its log-probabilities are those of the distribution sampled from.
 """
 
-import inspect
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dora.config import Config
 from dora.consumers.learner.batches import MicroBatch
@@ -19,6 +21,8 @@ from dora.consumers.learner.losses import token_logprobs
 from dora.errors import PolicyError, first_line
 from dora.weights.adapters import DOWN, PREFIX, UP
 from dora.weights.models import check_model_directory
+
+log = logging.getLogger(__name__)
 
 MEMORY_BYTES = 2**30
 """Larger policies keep no copies: their mismatch is measured on the current version only."""
@@ -141,56 +145,103 @@ def without_adapter(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-class PolicyModel(nn.Module):
-    """A Hugging Face causal language model that answers with log-probabilities of given tokens."""
+LogitsFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From logits [n, V] and targets [n] to [n, ...]; may overwrite the logits."""
 
-    def __init__(self, model: nn.Module) -> None:
+
+class PolicyModel(nn.Module):
+    """A Hugging Face causal language model that answers with log-probabilities of given tokens.
+
+    Logits exist for a chunk of tokens at a time, of at most `logits_mib`, and are computed again in
+    the backward pass. A model whose logits are not just its output head's of its last hidden
+    states (they are compared on two tokens) computes them all at once.
+    """
+
+    def __init__(self, model: nn.Module, logits_mib: float) -> None:
         super().__init__()
         self.model = model
-        parameters = inspect.signature(model.forward).parameters
-        self._selects_logits = "logits_to_keep" in parameters
-
-    def logits(
-        self,
-        token_ids: torch.Tensor,
-        columns: torch.Tensor,
-        rows: torch.Tensor,
-        column_index: torch.Tensor,
-    ) -> torch.Tensor:
-        """Logits [N, V] from which each generated token is drawn; see MicroBatch for the
-        arguments."""
-        if self._selects_logits:
-            logits = self.model(token_ids, logits_to_keep=columns, use_cache=False).logits
-        else:
-            logits = self.model(token_ids, use_cache=False).logits[:, columns]
-        return logits[rows, column_index]
+        self._bytes = logits_mib * 2**20
+        self._chunked = _is_head_of_body(model)
+        if not self._chunked:
+            log.warning(
+                "%s computes more than its output head after its last hidden states: "
+                "trainer.logits_mib has no effect, logits exist for a whole micro-batch",
+                type(model).__name__,
+            )
 
     def forward(
         self,
         token_ids: torch.Tensor,
-        columns: torch.Tensor,
-        rows: torch.Tensor,
-        column_index: torch.Tensor,
+        places: torch.Tensor,
         targets: torch.Tensor,
         temperature: float,
         top_p: float,
         top_k: int,
     ) -> torch.Tensor:
         """Log-probabilities [N] of `targets`; see MicroBatch for the other arguments."""
-        return token_logprobs(
-            self.logits(token_ids, columns, rows, column_index),
-            targets,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-        )
+        score = partial(token_logprobs, temperature=temperature, top_p=top_p, top_k=top_k)
+        copies = 6 if top_k or top_p < 1.0 else 1
+        return self.per_token(score, token_ids, places, targets, copies)
+
+    def per_token(
+        self,
+        function: LogitsFunction,
+        token_ids: torch.Tensor,
+        places: torch.Tensor,
+        targets: torch.Tensor,
+        copies: int,
+    ) -> torch.Tensor:
+        """`function` of the logits that predict `targets`, chunk by chunk; it needs `copies` times
+        the memory of its logits in float32."""
+        if not self._chunked:
+            return function(
+                self.model(token_ids, use_cache=False).logits.flatten(0, 1)[places], targets
+            )
+        body, head = _parts(self.model)
+        hidden = body(token_ids, use_cache=False).last_hidden_state.flatten(0, 1)[places]
+        entry = 4 * copies + (0 if hidden.dtype == torch.float32 else hidden.element_size())
+        size = max(1, int(self._bytes / (entry * _vocabulary(self.model))))
+
+        def one(states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+            return function(head(states), chosen)
+
+        if torch.is_grad_enabled():
+            one = partial(checkpoint, one, use_reentrant=False, preserve_rng_state=False)
+        pairs = zip(hidden.split(size), targets.split(size), strict=True)
+        return torch.cat([one(states, chosen) for states, chosen in pairs])
+
+
+def _parts(model: Any) -> tuple[nn.Module, nn.Module]:
+    """What gives a model's last hidden states, and its output head."""
+    return model.base_model, model.get_output_embeddings()
+
+
+def _vocabulary(model: Any) -> int:
+    return int(model.config.get_text_config().vocab_size)
+
+
+def _is_head_of_body(model: Any) -> bool:
+    body, head = _parts(model)
+    if body is model or head is None:
+        return False
+    tokens = torch.tensor([[0, 1]], device=next(model.parameters()).device)
+    with torch.no_grad():
+        whole = model(tokens, use_cache=False).logits.float()
+        states = body(tokens, use_cache=False)
+        if not hasattr(states, "last_hidden_state"):
+            return False
+        found = head(states.last_hidden_state).float()
+    near = 1e-4 if model.dtype == torch.float32 else 2e-2
+    return found.shape == whole.shape and bool(
+        (found - whole).abs().max() <= near * whole.abs().max()
+    )
 
 
 def model_inputs(batch: MicroBatch, device: torch.device) -> dict[str, torch.Tensor]:
     """The tensors of a micro-batch that PolicyModel takes, on `device`."""
     return {
         name: torch.from_numpy(getattr(batch, name)).to(device)
-        for name in ("token_ids", "columns", "rows", "column_index", "targets")
+        for name in ("token_ids", "places", "targets")
     }
 
 

@@ -36,7 +36,10 @@ RULES = (
     ),
     Rule(
         "recorded",
-        ("trainer.steps", "trainer.max_tokens_per_micro_batch", "trainer.threads"),
+        (
+            *("trainer.steps", "trainer.max_tokens_per_micro_batch", "trainer.logits_mib"),
+            "trainer.threads",
+        ),
         "the learning rate's schedule depends on the first, rounding on the others",
     ),
     Rule("recorded", ("evaluation",), "versions are evaluated as the coordinator's start says"),

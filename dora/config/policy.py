@@ -30,7 +30,9 @@ class PolicySection(Section):
     """`module:function` that makes the model directory if it is missing; called with the
     directory and this configuration. The module is looked for beside the configuration file."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the weights that workers load and the trainer publishes."""
+    """Type of the weights that workers load and the trainer publishes. With bfloat16 the trainer
+    keeps float32 masters and adds gradients up in float32, under ZeRO stage 1 instead of 0; see
+    data_types.grad_accum_dtype of trainer.deepspeed."""
     trust_remote_code: bool = False
     """Lets Hugging Face models run code of their own; off unless you trust the model."""
     lora: LoraSection | None = None

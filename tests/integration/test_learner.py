@@ -182,6 +182,39 @@ def test_another_configuration_on_the_way_gives_what_one_from_the_start_gives(mo
         assert later.weights_checksum() == first.weights_checksum()
 
 
+def first_moments(learner: DeepSpeedLearner) -> torch.Tensor:
+    """Adam's means of the gradient after an update, in float64."""
+    optimizer = learner._engine.optimizer
+    states = getattr(optimizer, "optimizer", optimizer).state.values()
+    return torch.cat([state["exp_avg"].double().flatten() for state in states])
+
+
+@pytest.mark.parametrize(
+    ("stage", "streamed"), [(0, False), (1, True), (2, False), (2, True), (3, False)]
+)
+def test_bfloat16_gradients_of_many_passes_add_up_in_float32(
+    model: Path, stage: int, streamed: bool
+) -> None:
+    def mean_gradient(copies: int) -> torch.Tensor:
+        trainer = {
+            "max_tokens_per_micro_batch": 1,
+            "streamed": streamed,
+            "deepspeed": {"zero_optimization": {"stage": stage}},
+            "optimizer": {"gradient_clip": 1e9},
+        }
+        values = config(model, trainer).model_dump()
+        values["policy"]["dtype"] = "bfloat16"
+        values["window"]["groups_per_step"] = 1
+        learner = DeepSpeedLearner(model, Config.model_validate(values))
+        learner.update([[groups(1)[1][0]] * copies], version=0)
+        return first_moments(learner)
+
+    # each of 128 equal passes gives 1 / 128 of the gradient, exactly, and so does their exact sum
+    exact, summed = mean_gradient(1), mean_gradient(128)
+    error = float((summed - exact).norm() / exact.norm())
+    assert error < 1e-5
+
+
 def test_a_redo_from_a_checkpoint_is_bit_identical(model: Path, tmp_path: Path) -> None:
     settings = config(model, {"updates_per_step": 2, "loss": {"importance_cap": 2.0}})
     learner = DeepSpeedLearner(model, settings)

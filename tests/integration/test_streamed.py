@@ -128,7 +128,10 @@ def test_a_step_that_was_left_leaves_no_gradient_behind(model: Path, tmp_path: P
         learner.begin(1)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(1, "float32"), (0, "bfloat16"), (2, "bfloat16")])
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [(1, "float32"), (0, "bfloat16"), (1, "bfloat16"), (2, "bfloat16")],
+)
 def test_gradients_are_divided_wherever_deepspeed_keeps_them(
     model: Path, stage: int, dtype: str
 ) -> None:

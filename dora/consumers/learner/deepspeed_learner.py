@@ -158,6 +158,9 @@ class DeepSpeedLearner:
         if self._device.type == "cpu":
             torch.set_num_threads(config.trainer.threads)
         self._load_reference(self._engine.module)
+        for model in (self._engine.module, self._reference):
+            if model is not None:
+                model.logits_mib = config.trainer.logits_mib
         self._set_optimizer()
         self._runner.configure(config, self._reference, self._base)
 

@@ -220,12 +220,16 @@ class MicroBatchRunner:
         self._check_finite(norm, update)
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.step()
-        if divisor != 1 and self._stage:
+        if divisor != 1 and self._scales:
             self._engine.optimizer.override_loss_scale(1.0)
         if not self._plain:
             norm = float(self._engine.get_global_grad_norm() or 0.0)
             self._check_finite(norm, update)
         return norm
+
+    @property
+    def _scales(self) -> bool:
+        return hasattr(self._engine.optimizer, "override_loss_scale")
 
     @property
     def partitioned(self) -> bool:
@@ -275,12 +279,15 @@ class MicroBatchRunner:
         )
 
     def _divide(self, divisor: int) -> None:
-        if self._stage:
+        if self._scales:
             # ZeRO keeps gradients in buffers of its own, and divides them by the loss scale before
             # it takes their norm and clips them.
             self._engine.optimizer.override_loss_scale(float(divisor))
             return
-        gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+        if self._stage:  # BF16_Optimizer has no loss scale
+            gradients = self._engine.optimizer.get_grads_for_norm(for_clipping=True)
+        else:
+            gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
         torch._foreach_div_(gradients, float(divisor))
 
     def _check_finite(self, norm: float, update: int) -> None:

@@ -160,7 +160,7 @@ class PolicyModel(nn.Module):
     def __init__(self, model: nn.Module, logits_mib: float) -> None:
         super().__init__()
         self.model = model
-        self._bytes = logits_mib * 2**20
+        self.logits_mib = logits_mib
         self._chunked = _is_head_of_body(model)
         if not self._chunked:
             log.warning(
@@ -200,7 +200,7 @@ class PolicyModel(nn.Module):
         body, head = _parts(self.model)
         hidden = body(token_ids, use_cache=False).last_hidden_state.flatten(0, 1)[places]
         entry = 4 * copies + (0 if hidden.dtype == torch.float32 else hidden.element_size())
-        size = max(1, int(self._bytes / (entry * _vocabulary(self.model))))
+        size = max(1, int(self.logits_mib * 2**20 / (entry * _vocabulary(self.model))))
 
         def one(states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
             return function(head(states), chosen)

@@ -20,6 +20,8 @@ from dora.config import Config
 from dora.consumers.learner.ranks import Ranks
 from dora.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 RESERVED = {
     "optimizer": "trainer.optimizer",
     "scheduler": "trainer.optimizer.schedule",
@@ -138,10 +140,24 @@ def deepspeed_settings(config: Config) -> dict[str, Any]:
     if config.policy.dtype == "float16":
         base["fp16"] = {"enabled": True}
     settings = _merge(base, given)
+    if config.policy.dtype == "bfloat16":
+        _accumulate_in_float32(settings)
     # without a value DeepSpeed clips to 1, also what the learner has clipped to more
     clip = config.trainer.optimizer.gradient_clip
     settings["gradient_clipping"] = 0.0 if is_plain(settings) else clip
     return settings
+
+
+def _accumulate_in_float32(settings: dict[str, Any]) -> None:
+    """Have gradients added up in float32 unless the settings say in what: bfloat16 has 8 bits, so
+    of many micro-batches later ones get lost. DeepSpeed can do so from ZeRO stage 1 on."""
+    types, zero = settings.setdefault("data_types", {}), settings["zero_optimization"]
+    if types.setdefault("grad_accum_dtype", "fp32") == "fp32" and zero.get("stage", 0) == 0:
+        zero["stage"] = 1
+        log.info(
+            "policy.dtype = bfloat16: ZeRO stage 1 instead of 0, where DeepSpeed cannot add up "
+            "gradients in float32"
+        )
 
 
 def is_plain(settings: Mapping[str, Any]) -> bool:

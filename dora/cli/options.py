@@ -181,6 +181,16 @@ def cluster_options(command: Command) -> Command:
     return _kafka_parameters(wrapper)
 
 
+def from_option(command: Command) -> Command:
+    """`--from RUN@STEP`; the command gets `origin`, a text."""
+    return click.option(
+        "--from",
+        "origin",
+        metavar="RUN@STEP",
+        help="Begin a new run with the weights and the optimizer of this step of another run.",
+    )(command)
+
+
 def json_option(command: Command) -> Command:
     """`--json`; the command gets `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")(command)

@@ -22,7 +22,7 @@ import psutil
 from dora.broker.process import free_port
 from dora.cli.coordinator import stop_on_signals
 from dora.cli.main import RANK_PARENT
-from dora.cli.options import ConfigSource, config_argument, config_source
+from dora.cli.options import ConfigSource, config_argument, config_source, from_option
 from dora.cli.process_log import log_to_stderr
 from dora.config import Config
 from dora.errors import ExitCode
@@ -40,8 +40,9 @@ _HOST = "127.0.0.1"
     help=f"End with exit code {ExitCode.INCOMPLETE} instead of 0 when asked to end before "
     "trainer.steps are committed: for supervisors that take 0 for done, such as a Kubernetes Job.",
 )
+@from_option
 @config_argument
-def train(config: Config, fail_incomplete: bool) -> None:
+def train(config: Config, fail_incomplete: bool, origin: str | None) -> None:
     """Run the trainer of the run that CONFIG describes.
 
     It picks batches of finished groups, trains on them, publishes the new version and commits the
@@ -55,13 +56,15 @@ def train(config: Config, fail_incomplete: bool) -> None:
     follow_launcher()
     context = click.get_current_context()
     if config.trainer.ranks > 1 and "RANK" not in os.environ:
-        options = ("--fail-incomplete",) if fail_incomplete else ()
+        options = ["--fail-incomplete"] if fail_incomplete else []
+        options += [] if origin is None else ["--from", origin]
         source, supervised = config_source(), bool(context.obj)
         context.exit(run_ranks(config, source, options, supervised=supervised))
 
     from dora.bus.acls import check_rights
     from dora.bus.settings import cluster_settings
     from dora.consumers.learner.ranks import Member, joined
+    from dora.consumers.trainer.origin import Origin, find_origin
     from dora.consumers.trainer.trainer import Trainer
     from dora.log.continuation import check_recorded
     from dora.telemetry import observed
@@ -80,7 +83,8 @@ def train(config: Config, fail_incomplete: bool) -> None:
             complete = RankFollower(config, settings, ranks).run()
         else:
             with observed(config, "trainer", "trainer", settings):
-                trainer = Trainer(config, settings, ranks)
+                start = origin and find_origin(config, settings, Origin.parse(origin))
+                trainer = Trainer(config, settings, ranks, start or None)
                 trainer.run(stop)
             complete = trainer.complete
             if ranks is not None:

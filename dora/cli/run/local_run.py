@@ -32,6 +32,7 @@ from dora.config import Config
 from dora.consumers.monitor.monitor import RunMonitor
 from dora.consumers.monitor.snapshot import Snapshot
 from dora.consumers.monitor.summary import summarize, write_summary
+from dora.consumers.trainer.origin import Origin, find_origin
 from dora.errors import (
     ActiveRunError,
     DeadlineError,
@@ -63,7 +64,9 @@ class LocalRun:
         *,
         plain: bool = False,
         stop_broker: bool = False,
+        origin: Origin | None = None,
     ) -> None:
+        self._origin = origin
         self._config = config
         self._source = source
         self._console = console
@@ -104,6 +107,8 @@ class LocalRun:
             self._check_recorded(settings, inputs=False)
             self._prepare_model()
         self._check_recorded(settings, inputs=True)
+        if self._origin is not None:
+            find_origin(self._config, settings, self._origin)
         self._make_topics(settings)
         monitor = self._monitor(settings)
         try:
@@ -226,7 +231,7 @@ class LocalRun:
 
         with self._signals(), display:
             supervisor = Supervisor(
-                child_specs(self._config, self._source),
+                child_specs(self._config, self._source, self._origin),
                 self._config.run_directory / "logs",
                 max_restarts=self._config.run.max_restarts,
                 on_event=display.note,

@@ -11,12 +11,17 @@ from dora.cli.options import ConfigSource
 from dora.cli.run.preflight import process_names
 from dora.cli.run.supervisor import ChildSpec
 from dora.config import Config
+from dora.consumers.trainer.origin import Origin
 
 
-def child_specs(config: Config, source: ConfigSource) -> list[ChildSpec]:
-    """The processes of the run, in the order in which they are started."""
+def child_specs(
+    config: Config, source: ConfigSource, origin: Origin | None = None
+) -> list[ChildSpec]:
+    """The processes of the run, in the order in which they are started. A run that has not begun
+    begins with `origin`."""
     environment = child_environment(config)
-    commands: dict[str, tuple[str, ...]] = {"coordinator": ("coordinator",), "trainer": ("train",)}
+    train = ("train",) if origin is None else ("train", "--from", str(origin))
+    commands: dict[str, tuple[str, ...]] = {"coordinator": ("coordinator",), "trainer": train}
     names = process_names(config)
     left, shared = config.rollout.workers, config.rollout.workers_per_process
     for name in names:

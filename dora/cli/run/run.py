@@ -1,15 +1,16 @@
 """`dora run`: a whole run on this machine, with live progress."""
 
 import json
+from dataclasses import replace
 
 import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dora.cli.options import config_argument, config_source, json_option
-from dora.config import Config
-from dora.errors import RunError
+from dora.cli.options import config_argument, config_source, from_option, json_option
+from dora.config import Config, RunSection
+from dora.errors import RunError, UsageError
 
 
 @click.command()
@@ -23,8 +24,18 @@ from dora.errors import RunError
     is_flag=True,
     help="Stop the local broker at the end if this command started it.",
 )
+@from_option
+@click.option("--as", "name", metavar="NEWRUN", help="With --from: the name of the new run.")
 @json_option
-def run(config: Config, dry_run: bool, plain: bool, stop_broker: bool, as_json: bool) -> None:
+def run(
+    config: Config,
+    dry_run: bool,
+    plain: bool,
+    stop_broker: bool,
+    origin: str | None,
+    name: str | None,
+    as_json: bool,
+) -> None:
     """Run everything that CONFIG describes on this machine, until trainer.steps are committed.
 
     Starts a local Kafka broker if no cluster is given, makes the model and the topics if they are
@@ -32,15 +43,35 @@ def run(config: Config, dry_run: bool, plain: bool, stop_broker: bool, as_json: 
     interruption or a crash the same command goes on where the log ends. At the end it writes
     summary.json and audits the run. With --json the summary goes to standard output, everything
     else to standard error.
+
+    With --from the run begins with a step of another one, instead of with policy.model.
     """
+    source = config_source()
+    if name is not None:
+        if origin is None:
+            raise UsageError("--as names the run that --from begins: give both, or --set run.name")
+        source = replace(source, sets=(*source.sets, f"run.name={name}"))
+        try:
+            section = RunSection.model_validate(config.run.model_dump() | {"name": name})
+        except ValueError:
+            raise UsageError(f"--as {name}: lower-case letters, digits, - and _ expected") from None
+        config = config.model_copy(update={"run": section})
     # A command that only checks must not import what runs processes and reads the log.
     if dry_run:
         _dry_run(config, as_json)
         return
     from dora.cli.run.local_run import LocalRun
+    from dora.consumers.trainer.origin import Origin
 
     console = Console(stderr=as_json)
-    local = LocalRun(config, config_source(), console, plain=plain, stop_broker=stop_broker)
+    local = LocalRun(
+        config,
+        source,
+        console,
+        plain=plain,
+        stop_broker=stop_broker,
+        origin=None if origin is None else Origin.parse(origin),
+    )
     summary, verdict = local.execute()
     if as_json:
         click.echo(json.dumps(summary, indent=2))

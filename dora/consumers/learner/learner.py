@@ -26,6 +26,9 @@ class Learner(Protocol):
     `begin`, `add`, ..., `finish`: with `trainer.streamed` both give the same weights, bit for bit
     where training is deterministic."""
 
+    updates: int
+    """Optimizer updates that the steps so far had room for; the learning rate depends on it."""
+
     @property
     def vocabulary(self) -> int:
         """Number of tokens that the policy knows."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dora.bus.settings import ClusterSettings
 from dora.config import Config
-from dora.consumers.trainer.checkpoints import Checkpoints
+from dora.consumers.trainer.checkpoints import Checkpoints, starting_checkpoint
 from dora.errors import RunError, UsageError
 from dora.log.retention import deleted, span
 from dora.log.run_log import RunLog
@@ -25,8 +25,8 @@ _FIXED = {
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """Weights that a replay begins with: those of `version`, in the checkpoint at `path`, or the
-    starting model where `checkpoint` is None."""
+    """Weights that a replay begins with: those of `version`, in the checkpoint at `path`; what the
+    run began with where `checkpoint` is None, its model where `path` is None too."""
 
     version: int
     checkpoint: str | None
@@ -86,20 +86,22 @@ def make_plan(
     last: int,
     *,
     checkpoints: bool = True,
+    ranks: int = 1,
 ) -> ReplayPlan:
-    """The plan for steps `first` to `last` of the run (see `RunLog.span`), from the nearest
-    checkpoint before them or, without `checkpoints`, from version 0. If `first` is the one after
-    `last`, it is the plan for the way to version `last`.
+    """The plan for steps `first` to `last` of the run (see `RunLog.span`) in so many `ranks`, from
+    the nearest checkpoint before them or, without `checkpoints`, from version 0. If `first` is the
+    one after `last`, it is the plan for the way to version `last`.
 
     RunError if retention deleted what is needed (says what).
     """
     _check_continuous(run)
     passed_over: list[str] = []
     held = Checkpoints(config.run_directory / "checkpoints")
-    if config.trainer.ranks > 1 and checkpoints:
-        passed_over.append(f"checkpoints of {config.trainer.ranks} ranks are no use to one process")
+    if config.trainer.ranks != ranks and checkpoints:
+        use = "one process" if ranks == 1 else f"{ranks} ranks"
+        passed_over.append(f"checkpoints of {config.trainer.ranks} ranks are no use to {use}")
         checkpoints = False
-    bases = [_starting(run), *(_on_disk(run, held) if checkpoints else ())]
+    bases = [_starting(run, held), *(_on_disk(run, held) if checkpoints else ())]
     by_name = {base.checkpoint: base for base in bases if base.version < first and base.checkpoint}
     name, damaged = held.newest_intact(list(by_name))
     passed_over += [f"checkpoint {n} is not whole: {reason}" for n, reason in damaged.items()]
@@ -119,9 +121,11 @@ def _check_continuous(run: RunLog) -> None:
             )
 
 
-def _starting(run: RunLog) -> Base:
+def _starting(run: RunLog, held: Checkpoints) -> Base:
     policy = run.policies.get(0)
-    return Base(0, None, None, None if policy is None else policy.weights_checksum)
+    name = starting_checkpoint(run.started, policy)
+    expected = None if policy is None else policy.weights_checksum
+    return Base(0, None, None if name is None else held.path(name), expected)
 
 
 def _on_disk(run: RunLog, held: Checkpoints) -> list[Base]:

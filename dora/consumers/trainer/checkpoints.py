@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from dora.errors import WeightsError
-from dora.schemas.records import WeightFile
+from dora.schemas.records import Policy, RunStarted, WeightFile
 from dora.weights.store import describe, is_later, replace_directory, storage_error, verify
 
 _NAME = re.compile(r"step-\d{8,}-[0-9a-f]{16}")
@@ -24,6 +24,14 @@ _MANIFEST = "manifest.json"
 def checkpoint_name(version: int, checksum: str) -> str:
     """Name of the checkpoint that holds policy `version`."""
     return f"step-{version:08d}-{checksum[:16]}"
+
+
+def starting_checkpoint(started: RunStarted, policy: Policy | None) -> str | None:
+    """Name of the checkpoint that a run begins with which began with a step of another run; None
+    for a run that began with its model. `policy` is its version 0."""
+    if not started.origin or policy is None:
+        return None
+    return checkpoint_name(0, policy.weights_checksum)
 
 
 class Checkpoints:

@@ -20,14 +20,18 @@ from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.config import Config
 from dora.consumers.learner.learner import Learner
-from dora.consumers.trainer.checkpoints import Checkpoints, checkpoint_name
+from dora.consumers.trainer.checkpoints import (
+    Checkpoints,
+    checkpoint_name,
+    starting_checkpoint,
+)
 from dora.core.processes import WeightUser, needless, weight_user
 from dora.core.ring import slot_partitions
 from dora.errors import DeadlineError
 from dora.log.inputs import fingerprints
 from dora.log.ledger import History
 from dora.log.presence import recent_statuses
-from dora.schemas.records import Policy, SlotOffset, Status, pack_logprobs, pack_tokens
+from dora.schemas.records import Policy, RunStarted, SlotOffset, Status, pack_logprobs, pack_tokens
 from dora.weights.adapters import write_adapter, write_adapter_config
 from dora.weights.canary import canary_tokens
 from dora.weights.models import copy_companions
@@ -105,6 +109,9 @@ class Publisher:
         self._store = WeightStore.of(config)
         self._checkpoints = Checkpoints(config.run_directory / "checkpoints")
         self._checkpoint_names = list(history.checkpoints)
+        self._start: str | None = None
+        if history.started is not None:
+            self._start = starting_checkpoint(history.started, history.policies.get(0))
         self.inputs = fingerprints(config)
         """What the run's inputs hold."""
         self._damaged: set[str] = set()
@@ -179,6 +186,11 @@ class Publisher:
         self._progress()
         return name
 
+    def record_begun(self, started: RunStarted, policy: Policy) -> None:
+        """The run has begun with `policy`."""
+        self._start = starting_checkpoint(started, policy)
+        self.record_committed(policy, None)
+
     def record_committed(self, policy: Policy, checkpoint: str | None) -> None:
         """`policy` is committed, with `checkpoint` if one was written."""
         self._weight_names[policy.version] = name_of(policy.weights_uri)
@@ -188,7 +200,7 @@ class Publisher:
     def prune(self, newest: int) -> None:
         """Remove what is not kept once version `newest` is committed, orphans of versions up to it
         included. Kept are weights by `dora.core.processes.needless`, and the newest
-        `trainer.keep_checkpoints` checkpoints.
+        `trainer.keep_checkpoints` checkpoints, and the one that the run began with.
 
         Files of a later version are left alone, even at the start: this trainer may have been
         replaced without knowing it (it was suspended, say), and the other one may have committed
@@ -198,7 +210,8 @@ class Publisher:
         on_disk = self._checkpoints.names() - self._damaged
         self._checkpoint_names = [name for name in self._checkpoint_names if name in on_disk]
         del self._checkpoint_names[: -self._config.trainer.keep_checkpoints]
-        removed += self._checkpoints.keep_only(set(self._checkpoint_names), newest=newest)
+        kept = {*self._checkpoint_names, *filter(None, [self._start])}
+        removed += self._checkpoints.keep_only(kept, newest=newest)
         if removed:
             log.debug("removed %s", ", ".join(removed))
 

@@ -21,7 +21,7 @@ from dora.config import Config
 from dora.config.trainer import RecoverySection, TrainerSection
 from dora.consumers.learner.learner import Learner
 from dora.consumers.trainer.batch_builder import prepare_samples
-from dora.consumers.trainer.checkpoints import Checkpoints
+from dora.consumers.trainer.checkpoints import Checkpoints, starting_checkpoint
 from dora.errors import BusError, RunError, WeightsError
 from dora.log.ledger import History, whole_ledger
 from dora.log.trained_records import Place, fetch_steps, places_of
@@ -189,8 +189,8 @@ class Recovery:
         self.damaged: list[str] = []
 
     def run(self, history: History) -> Deviation | None:
-        """Load the newest checkpoint that is whole (without one, the starting model is loaded
-        already), and redo the steps after it. A difference that is returned was accepted.
+        """Load the newest checkpoint that is whole, or what the run began with, and redo the steps
+        after it. A difference that is returned was accepted.
 
         Raises RunError if the weights differ from what the ledger announced by more than is
         allowed, or a step cannot be redone; WeightsError and PolicyError if a checkpoint cannot be
@@ -229,9 +229,14 @@ class Recovery:
             self._learner.load_checkpoint(self._checkpoints.path(base.checkpoint))
             expected, source = base.weights_checksum, f"checkpoint {base.checkpoint}"
         else:
-            if 0 not in history.policies:
+            if 0 not in history.policies or history.started is None:
                 raise RunError("the policies topic has no version 0, although the run has begun")
             expected, source = history.policies[0].weights_checksum, "the starting model"
+            name = starting_checkpoint(history.started, history.policies[0])
+            if name is not None:
+                source = f"checkpoint {name}, with which the run began"
+                self._checkpoints.verify(name)
+                self._learner.load_checkpoint(self._checkpoints.path(name))
         found = self._learner.weights_checksum()
         if found != expected:
             raise RunError(

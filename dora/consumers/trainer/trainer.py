@@ -23,6 +23,7 @@ from dora.consumers.learner.ranks import Leader
 from dora.consumers.trainer.batch_builder import BatchBuilder, BatchPoller
 from dora.consumers.trainer.checkpoints import Checkpoints
 from dora.consumers.trainer.heartbeat import PROCESS, Heartbeat
+from dora.consumers.trainer.origin import OriginStep
 from dora.consumers.trainer.publication import Publisher, WeightUsers
 from dora.consumers.trainer.recovery import Deviation, Recovery
 from dora.consumers.trainer.step_reports import StepReports
@@ -60,12 +61,17 @@ _LAST_CHECK_SECONDS = 0.5
 class Trainer:
     """The one trainer of a run. Creating it fences an older one; `run` does the work.
 
-    With `ranks` this process is rank 0 of several.
+    With `ranks` this process is rank 0 of several. A run that has not begun begins with `origin`.
     """
 
     def __init__(
-        self, config: Config, settings: ClusterSettings, ranks: Leader | None = None
+        self,
+        config: Config,
+        settings: ClusterSettings,
+        ranks: Leader | None = None,
+        origin: OriginStep | None = None,
     ) -> None:
+        self._origin = origin
         self._config = config
         self._ranks = ranks
         self._settings = settings
@@ -236,6 +242,8 @@ class Trainer:
 
     def _begin(self) -> None:
         """Publish version 0 and commit the ledger's first record with it."""
+        if self._origin is not None:
+            self._origin.load(self._learner, lambda text: self._heartbeat.report("loading", text))
         with self._heartbeat.beat_through("storing version 0"):
             policy = self._publisher.publish(0)
         started = first_entry(
@@ -243,9 +251,10 @@ class Trainer:
             self._admin.cluster_id(),
             self._admin.topic_ids(self._run),
             self._publisher.inputs,
+            "" if self._origin is None else str(self._origin.origin),
         )
         self._ledger.begin(started, policy)
-        self._publisher.record_committed(policy, None)
+        self._publisher.record_begun(started, policy)
         self._policies[0] = policy
         self._heartbeat.version = 0
         self._reports.begin(started, (), 0)

@@ -22,8 +22,9 @@ class RolloutSection(Section):
     """Trajectories that one worker generates at once."""
     max_new_tokens: Positive = 512
     """Longest response in tokens; a longer one is cut with finish reason `length`."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Sampling temperature; recorded log-probabilities are those of the distribution sampled."""
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """Sampling temperature; recorded log-probabilities are those of the distribution sampled.
+    vLLM samples with 0.01 where less is asked for."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus truncation; 1 is off."""
     top_k: Annotated[int, Field(ge=0)] = 0

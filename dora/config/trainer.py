@@ -2,31 +2,59 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dora.config.emulation import EmulatedTrainerSection
 from dora.config.section import Positive, Seconds, Section
 
+KINDS: dict[str, dict[str, Any]] = {
+    "gspo": {
+        "normalization": "sequence",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "importance_level": "sequence",
+    },
+    "cispo": {"clip_low": 1.0},
+}
+"""Defaults of a `kind` that differ from those of the fields."""
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "dapo": {"clip_high": 0.28, "mask_overlong": True, "drop_no_signal": True},
+    "dr_grpo": {"advantage_std": False, "normalization": "constant"},
+    "gspo": {"kind": "gspo"},
+    "cispo": {"kind": "cispo", "clip_high": 4.0, "drop_no_signal": True},
+    "longcat": {"normalization": "constant", "clip_dual": 3.0, "importance_cap": 2.0},
+}
+"""Defaults of a `preset`; docs/losses.md has the sources."""
+
 
 class LossSection(Section):
-    """The policy-gradient loss; `consumers/learner/losses.py` names each option's source."""
+    """The policy-gradient loss; docs/losses.md has formulas, sources and presets."""
 
+    preset: Literal["dapo", "dr_grpo", "gspo", "cispo", "longcat"] | None = None
+    """A paper whose settings are the defaults of the other keys, which may be set beside it."""
     kind: Literal["grpo", "gspo", "cispo"] = "grpo"
     """Ratio per token and clipped (grpo), per sequence (gspo), or clipped weight (cispo)."""
     advantage_std: bool = True
     """Divide a group's advantages by the standard deviation of its rewards."""
     normalization: Literal["token", "sequence", "constant"] = "token"
-    """Mean over all tokens, mean of sequence means, or sum over a constant length."""
+    """Mean over all tokens, mean of sequence means (the default of gspo), or sum over a constant
+    length."""
     constant_length: Positive | None = None
     """Divisor of `constant` normalisation; by default rollout.max_new_tokens."""
     clip_low: Annotated[float, Field(gt=0)] = 0.2
-    """Ratios below 1 - clip_low give no gradient when the advantage is negative."""
+    """Ratios below 1 - clip_low give no gradient when the advantage is negative. By default 3e-4
+    for gspo, whose ratios are means over a sequence, and 1, no lower bound, for cispo."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
-    """Ratios above 1 + clip_high give no gradient when the advantage is positive."""
+    """Ratios above 1 + clip_high give no gradient when the advantage is positive. By default 4e-4
+    for gspo."""
     clip_dual: Annotated[float, Field(gt=1)] | None = None
     """Triplet clipping: upper bound of the ratio for negative advantages."""
     importance_cap: Annotated[float, Field(gt=0)] | None = None
     """Truncated importance weight between engine and trainer: weights above it are cut to it."""
+    importance_level: Literal["token", "sequence", "sequence_mean"] = "token"
+    """That weight per token, as the product over a sequence (the default of gspo), or as the
+    geometric mean over it."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL penalty to the starting policy; 0 keeps no reference model."""
     mask_overlong: bool = False
@@ -34,6 +62,15 @@ class LossSection(Section):
     drop_no_signal: bool = False
     """Dynamic sampling: set groups aside whose rewards are all equal, so that each batch is full
     of groups with signal."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        preset = PRESETS.get(str(given.get("preset")), {})
+        kind = given.get("kind", preset.get("kind", "grpo"))
+        return KINDS.get(str(kind), {}) | preset | given
 
 
 class OptimizerSection(Section):

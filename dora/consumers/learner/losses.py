@@ -4,30 +4,7 @@ The loss of an optimizer batch is the sum of its micro-batches' losses. Everythi
 is a weight per token (`batches.py`), computed over the whole batch, so how the batch is cut into
 micro-batches changes no gradient beyond rounding.
 
-With r = pi_theta / pi_old per token and A the advantage, the objectives (maximised) are
-
-- `grpo`: min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), the clipped surrogate of GRPO (arXiv
-  2402.03300, eq. 3). `clip_high` > `clip_low` is clip-higher of DAPO (arXiv 2503.14476,
-  section 3.1). With `clip_dual` = c: max(., c A) where A < 0. For A < 0 this bounds the ratio to
-  [1 - clip_low, c], for A > 0 to at most 1 + clip_high: the triplet clipping of
-  LongCat-Flash-Thinking (arXiv 2509.18883, section 3.2; eps_neg_low = clip_low, eps_pos_high =
-  clip_high, eps_neg_high = clip_dual), where the third bound is that of dual-clip PPO (arXiv
-  1912.09729).
-- `gspo`: the same with one ratio for a sequence, s = exp(mean over its tokens of log r) (GSPO,
-  arXiv 2507.18071, eq. 5-7).
-- `cispo`: stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A log pi_theta (CISPO, arXiv
-  2506.13585, eq. 4-5): clipped weights, but every token has a gradient.
-
-pi_old is the behaviour policy as recorded by the engine, unless `importance_cap` = C is set. Then
-pi_old is the trainer's own policy at the start of the step ("proximal"), and each term is weighted
-by min(pi_old / pi_engine, C), without gradient: the truncated importance weight of
-LongCat-Flash-Thinking (same section). For groups of the current version the weight corrects exactly
-the mismatch between trainer and engine; for older groups it corrects mismatch and policy drift
-together, as the decoupled objective of AReaL does (arXiv 2505.24298, section 5.2), because weights
-of older versions are not kept for training.
-
-`kl_coefficient` subtracts beta (exp(d) - d - 1), d = log pi_ref - log pi_theta: the k3 estimator,
-as in GRPO's eq. 4.
+docs/losses.md has the formulas, their sources, and how TRL and verl differ.
 """
 
 from dataclasses import dataclass
@@ -83,12 +60,13 @@ def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
-def _sequence_mean(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
-    """Mean over each sequence's tokens, handed back to each of its tokens: [N] -> [N]."""
+def _over_sequences(values: torch.Tensor, sequences: torch.Tensor, *, mean: bool) -> torch.Tensor:
+    """Sum or mean over each sequence's tokens, handed back to each of its tokens: [N] -> [N]."""
     count = int(sequences.max()) + 1 if len(sequences) else 0
     sums = values.new_zeros(count).index_add(0, sequences, values)
-    sizes = torch.bincount(sequences, minlength=count).clamp(min=1)
-    return (sums / sizes)[sequences]
+    if mean:
+        sums = sums / torch.bincount(sequences, minlength=count).clamp(min=1)
+    return sums[sequences]
 
 
 def policy_loss(logprobs: torch.Tensor, terms: TokenTerms, settings: LossSection) -> LossParts:
@@ -103,12 +81,13 @@ def policy_loss(logprobs: torch.Tensor, terms: TokenTerms, settings: LossSection
         if terms.proximal is None:
             raise ValueError("importance_cap needs the proximal log-probabilities")
         old, drift = terms.proximal, terms.proximal - terms.behaviour
-        if settings.kind == "gspo":
-            drift = _sequence_mean(drift, terms.sequences)
+        if settings.importance_level != "token":
+            means = settings.importance_level == "sequence_mean"
+            drift = _over_sequences(drift, terms.sequences, mean=means)
         weight = _ratio(drift).clamp(max=settings.importance_cap)
     log_ratio = logprobs - old
     if settings.kind == "gspo":
-        log_ratio = _sequence_mean(log_ratio, terms.sequences)
+        log_ratio = _over_sequences(log_ratio, terms.sequences, mean=True)
     ratio = _ratio(log_ratio)
     low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
     bounded = ratio.clamp(low, high)

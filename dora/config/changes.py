@@ -51,9 +51,10 @@ RULES = (
     ),
     Rule(
         "free",
-        ("trainer",),
+        ("trainer", "policy.attention"),
         "waits, checkpoints, devices. Checkpoints fit only the ranks and the ZeRO stage that wrote "
-        "them, and a redo repeats bits only with the deepspeed, ranks, deterministic of its time",
+        "them, and a redo repeats bits only with the deepspeed, ranks, deterministic, packing and "
+        "attention of its time",
     ),
     Rule(
         "free",

@@ -33,6 +33,10 @@ class PolicySection(Section):
     """Type of the weights that workers load and the trainer publishes. With bfloat16 the trainer
     keeps float32 masters and adds gradients up in float32, under ZeRO stage 1 instead of 0; see
     data_types.grad_accum_dtype of trainer.deepspeed."""
+    attention: str | None = None
+    """Attention of the trainer's model, as transformers names it: `sdpa`, `eager`,
+    `flash_attention_2`, `flash_attention_3`, `flex_attention`; by default what transformers takes
+    for the model. The engine chooses its own."""
     trust_remote_code: bool = False
     """Lets Hugging Face models run code of their own; off unless you trust the model."""
     lora: LoraSection | None = None

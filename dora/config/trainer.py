@@ -104,6 +104,9 @@ class TrainerSection(Section):
     logits_mib: Annotated[float, Field(gt=0)] = 256.0
     """Memory in MiB for logits: they exist for as many tokens at a time as fit, and are computed
     again in the backward pass. The output head's gradient needs its own size beside it."""
+    packing: bool | Literal["auto"] = "auto"
+    """Put the sequences of a micro-batch one after the other instead of padding them; `auto` does
+    on GPUs with attention of variable length (policy.attention)."""
     checkpoint_every: Positive = 1
     """Steps between full DeepSpeed checkpoints; the steps after the last are redone on recovery."""
     keep_checkpoints: Positive = 2

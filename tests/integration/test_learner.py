@@ -121,7 +121,8 @@ def deltas(model: Path, settings: Config, batch: Sequence[Sequence[Sample]]) -> 
 
 @pytest.mark.parametrize("loss", [{}, {"kind": "gspo", "normalization": "sequence"}])
 def test_the_update_does_not_depend_on_how_the_batch_is_cut(model: Path, loss: Any) -> None:
-    trainers = [{"max_tokens_per_micro_batch": b, "loss": loss} for b in (1, 50, 100_000)]
+    cuts = ((1, False), (50, False), (1, True), (50, True), (100_000, False))
+    trainers = [{"max_tokens_per_micro_batch": b, "packing": p, "loss": loss} for b, p in cuts]
     results = [deltas(model, config(model, trainer), groups(1)) for trainer in trainers]
     reference_metrics, reference = results[-1]
     assert max(float(d.abs().max()) for d in reference.values()) > 1e-4
@@ -213,6 +214,21 @@ def test_bfloat16_gradients_of_many_passes_add_up_in_float32(
     exact, summed = mean_gradient(1), mean_gradient(128)
     error = float((summed - exact).norm() / exact.norm())
     assert error < 1e-5
+
+
+def test_the_optimizer_may_be_offloaded_and_attention_be_chosen(
+    model: Path, tmp_path: Path
+) -> None:
+    _, plain = deltas(model, config(model), groups(1))
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    values = config(model, {"deepspeed": {"zero_optimization": zero}}).model_dump()
+    values["policy"]["attention"] = "eager"
+    _, found = deltas(model, Config.model_validate(values), groups(1))
+    for name, expected in plain.items():
+        assert torch.isclose(found[name], expected, atol=2e-5).float().mean() > 0.995, name
+    values["policy"]["attention"] = "sdpaa"
+    with pytest.raises(PolicyError, match="sdpaa"):
+        DeepSpeedLearner(model, Config.model_validate(values))
 
 
 def test_a_redo_from_a_checkpoint_is_bit_identical(model: Path, tmp_path: Path) -> None:

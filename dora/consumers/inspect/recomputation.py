@@ -27,6 +27,7 @@ from dora.consumers.learner.model import (
     add_adapter,
     load_model,
     model_inputs,
+    packs,
     published_name,
 )
 from dora.consumers.replay.plan import make_plan
@@ -57,6 +58,7 @@ class PolicyScorer:
         self._device = torch_setup.device()
         self._policy = PolicyModel(model.to(self._device), config.trainer.logits_mib)
         self._policy.requires_grad_(False)
+        self._packed = packs(model, config.trainer.packing)
 
     def state(self) -> dict[str, torch.Tensor]:
         """The live tensors by the names under which versions are published."""
@@ -93,7 +95,8 @@ class PolicyScorer:
         """Log-probability and entropy of each sample's generated tokens."""
         empty = np.zeros(0, dtype=np.float32)
         result = [Scores(empty, empty) for _ in samples]
-        for batch in micro_batches(samples, self._config.trainer.max_tokens_per_micro_batch):
+        budget = self._config.trainer.max_tokens_per_micro_batch
+        for batch in micro_batches(samples, budget, packed=self._packed):
             logprobs, entropy = self._pass(batch)
             for row, index in enumerate(batch.samples):
                 own = batch.rows == row

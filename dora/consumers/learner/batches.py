@@ -118,7 +118,7 @@ class MicroBatch:
     """[rows]: index in the optimizer batch of each row's sample."""
     token_ids: Ints
     """[rows, width], padded on the right with 0. Causal attention keeps padding on the right from
-    every real token, so no mask is needed."""
+    every real token, so no mask is needed. Packed: [1, width], one sequence after the other."""
     rows: Ints
     """[N]: row of each generated token."""
     places: Ints
@@ -131,6 +131,9 @@ class MicroBatch:
     """[N]."""
     weights: Floats
     """[N]: normalisation weights."""
+    position_ids: Ints | None = None
+    """[1, width] where packed: positions within each sequence; where they begin again no token
+    attends to those before."""
 
 
 def contributes(sample: Sample, settings: LossSection) -> bool:
@@ -195,8 +198,9 @@ def denominator(samples: Sequence[Sample], settings: LossSection) -> int:
     return max(len(counted), 1)
 
 
-def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices grouped into micro-batches of at most `budget` tokens, padding included.
+def pack(lengths: Sequence[int], budget: int, *, packed: bool = False) -> list[list[int]]:
+    """Indices grouped into micro-batches of at most `budget` tokens, padding included if not
+    `packed`.
 
     Longest first, ties by index: deterministic, and rows of a micro-batch are of similar length.
     A sequence longer than the budget gets a micro-batch of its own.
@@ -204,8 +208,10 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     batches: list[list[int]] = []
     for index in order:
-        width = lengths[batches[-1][0]] if batches else 0
-        if batches and (len(batches[-1]) + 1) * width <= budget:
+        last = batches[-1] if batches else []
+        padded = (len(last) + 1) * lengths[last[0]] if last else 0
+        size = sum(lengths[i] for i in last) + lengths[index] if packed else padded
+        if last and size <= budget:
             batches[-1].append(index)
         else:
             batches.append([index])
@@ -216,13 +222,23 @@ def assemble(
     samples: Sequence[Sample] | Mapping[int, Sample],
     indices: Sequence[int],
     weights: Sequence[float] | Mapping[int, float],
+    *,
+    packed: bool = False,
 ) -> MicroBatch:
     """The micro-batch whose rows are the samples at `indices`; both others are looked up there."""
     chosen = [samples[i] for i in indices]
-    width = max(len(s.token_ids) for s in chosen)
-    token_ids = np.zeros((len(chosen), width), dtype=np.int64)
-    for row, sample in enumerate(chosen):
-        token_ids[row, : len(sample.token_ids)] = sample.token_ids
+    lengths = [len(s.token_ids) for s in chosen]
+    width = max(lengths)
+    starts = np.arange(len(chosen)) * width
+    position_ids = None
+    if packed:
+        starts = np.cumsum([0, *lengths[:-1]])
+        token_ids = np.concatenate([s.token_ids for s in chosen]).astype(np.int64)[None]
+        position_ids = np.concatenate([np.arange(n) for n in lengths])[None]
+    else:
+        token_ids = np.zeros((len(chosen), width), dtype=np.int64)
+        for row, sample in enumerate(chosen):
+            token_ids[row, : len(sample.token_ids)] = sample.token_ids
     counts = [s.generated for s in chosen]
     positions = np.concatenate([s.positions for s in chosen])
     rows = np.repeat(np.arange(len(chosen), dtype=np.int64), counts)
@@ -230,11 +246,12 @@ def assemble(
         samples=tuple(indices),
         token_ids=token_ids,
         rows=rows,
-        places=rows * width + positions - 1,
-        targets=token_ids[rows, positions],
+        places=starts[rows] + positions - 1,
+        targets=token_ids.reshape(-1)[starts[rows] + positions],
         behaviour=np.concatenate([s.behaviour for s in chosen]).astype(np.float32),
         advantages=np.repeat(_floats([s.advantage for s in chosen]), counts),
         weights=np.repeat(_floats([weights[i] for i in indices]), counts),
+        position_ids=position_ids,
     )
 
 
@@ -247,6 +264,8 @@ def micro_batches(
     budget: int,
     weights: Sequence[float] | None = None,
     indices: Sequence[int] | None = None,
+    *,
+    packed: bool = False,
 ) -> list[MicroBatch]:
     """Cut `samples` (or those at `indices`) into micro-batches of at most `budget` tokens.
 
@@ -255,8 +274,8 @@ def micro_batches(
     candidates = range(len(samples)) if indices is None else indices
     chosen = [i for i in candidates if samples[i].generated]
     weights = [1.0] * len(samples) if weights is None else weights
-    packed = pack([len(samples[i].token_ids) for i in chosen], budget)
-    return [assemble(samples, [chosen[i] for i in batch], weights) for batch in packed]
+    cut = pack([len(samples[i].token_ids) for i in chosen], budget, packed=packed)
+    return [assemble(samples, [chosen[i] for i in each], weights, packed=packed) for each in cut]
 
 
 def split_groups(groups: Sequence[T], updates: int) -> list[list[T]]:
@@ -374,6 +393,8 @@ def plan_update(
     budget: int,
     constant_length: int,
     world: int,
+    *,
+    packed: bool = False,
 ) -> ShardingPlan:
     """Share the samples of one optimizer batch among `world` ranks, balanced by tokens.
 
@@ -395,7 +416,7 @@ def plan_update(
     passes = [
         [
             Pass(tuple(shard[i] for i in batch))
-            for batch in pack([lengths[i] for i in shard], budget)
+            for batch in pack([lengths[i] for i in shard], budget, packed=packed)
         ]
         for shard in map(sorted, shards)
     ]
@@ -410,12 +431,16 @@ def build_shard(
     passes: Sequence[Pass],
     samples: Sequence[Sample] | Mapping[int, Sample],
     weights: Sequence[float] | Mapping[int, float],
+    *,
+    packed: bool = False,
 ) -> Shard:
     """The micro-batches of one rank's passes."""
-    batches = tuple(
-        assemble(samples, each.rows, dict.fromkeys(each.rows, 0.0) if each.idle else weights)
-        for each in passes
-    )
+
+    def made(each: Pass) -> MicroBatch:
+        own = dict.fromkeys(each.rows, 0.0) if each.idle else weights
+        return assemble(samples, each.rows, own, packed=packed)
+
+    batches = tuple(map(made, passes))
     known = samples if isinstance(samples, Mapping) else dict(enumerate(samples))
     return Shard(batches, known)
 
@@ -439,7 +464,9 @@ def shard_places(shard: Mapping[str, Any]) -> list[Place]:
     return [(int(partition), int(offset)) for _, partition, offset, _, _ in shard["samples"]]
 
 
-def shard_from_message(shard: Mapping[str, Any], found: Mapping[Place, Trajectory]) -> Shard:
+def shard_from_message(
+    shard: Mapping[str, Any], found: Mapping[Place, Trajectory], *, packed: bool = False
+) -> Shard:
     """This rank's part, from what rank 0 described and the trajectories at the named places."""
     samples = {
         int(row): sample_of(found[int(partition), int(offset)], float(advantage))
@@ -447,4 +474,4 @@ def shard_from_message(shard: Mapping[str, Any], found: Mapping[Place, Trajector
     }
     weights = {int(row): float(weight) for row, _, _, _, weight in shard["samples"]}
     passes = [Pass(tuple(map(int, rows)), bool(idle)) for rows, idle in shard["passes"]]
-    return build_shard(passes, samples, weights)
+    return build_shard(passes, samples, weights, packed=packed)

@@ -42,6 +42,7 @@ from dora.consumers.learner.model import (
     WeightHistory,
     add_adapter,
     load_model,
+    packs,
     published_name,
     untied,
     without_adapter,
@@ -94,6 +95,8 @@ class DeepSpeedLearner:
         self.adapter_settings = add_adapter(model, config) if config.policy.lora else None
         """Configuration of the adapter that is trained; None where all weights are."""
         policy = PolicyModel(model.to(self._device), config.trainer.logits_mib)
+        self.packed = packs(model, config.trainer.packing)
+        """Whether the sequences of a micro-batch are packed without padding."""
         self._reference: PolicyModel | None = None
         self._base: dict[str, torch.Tensor] | None = None
         self._load_reference(policy)
@@ -120,6 +123,7 @@ class DeepSpeedLearner:
             base=self._base,
             stage=self._stage,
             plain=plain,
+            packed=self.packed,
             progress=progress,
         )
         self._history = WeightHistory(config.window.max_staleness)
@@ -210,7 +214,14 @@ class DeepSpeedLearner:
         updates = self._config.trainer.updates_per_step
         parts = [list(chain(*part)) for part in split_groups(groups, updates)]
         plans = [
-            plan_update(part, self._loss, self._budget, self._constant_length, self.world)
+            plan_update(
+                part,
+                self._loss,
+                self._budget,
+                self._constant_length,
+                self.world,
+                packed=self.packed,
+            )
             for part in parts
         ]
         if self._leader is not None:
@@ -228,7 +239,7 @@ class DeepSpeedLearner:
         if self._stage < 3 or self.world == 1:
             self._observe(samples, probes, version, mismatch)
         own = [
-            build_shard(plan.ranks[0], part, plan.weights)
+            build_shard(plan.ranks[0], part, plan.weights, packed=self.packed)
             for plan, part in zip(plans, parts, strict=True)
         ]
         metrics = self.train(own, version, mismatch)
@@ -340,7 +351,7 @@ class DeepSpeedLearner:
             stride = max(1, len(all_of_it) // OBSERVED)
             some = all_of_it[::stride][:OBSERVED]
             weights = None if generated_by == version else self._history.of(generated_by)
-            for batch in micro_batches(some, self._budget):
+            for batch in micro_batches(some, self._budget, packed=self.packed):
                 scores = self._runner.score(batch, weights)
                 mismatch.add_own(scores.float().cpu().numpy() - batch.behaviour)
 
@@ -362,7 +373,7 @@ class DeepSpeedLearner:
         """Log-probabilities (nats) of each sample's generated tokens under the current policy,
         temperature and truncation of the rollout included."""
         result: list[Floats] = [np.zeros(0, dtype=np.float32) for _ in samples]
-        for batch in micro_batches(samples, self._budget):
+        for batch in micro_batches(samples, self._budget, packed=self.packed):
             scores = self._runner.score(batch).float().cpu().numpy()
             for row, index in enumerate(batch.samples):
                 result[index] = scores[batch.rows == row]

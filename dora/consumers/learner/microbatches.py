@@ -149,6 +149,7 @@ class MicroBatchRunner:
         base: dict[str, torch.Tensor] | None,
         stage: int,
         plain: bool,
+        packed: bool,
         progress: Callable[[], None],
     ) -> None:
         self._engine = engine
@@ -159,6 +160,8 @@ class MicroBatchRunner:
         self._base = base
         self._stage = stage
         self._plain = plain
+        self.packed = packed
+        """Whether micro-batches are packed."""
         self._progress = progress
         self._world = torch.distributed.get_world_size()
 
@@ -361,7 +364,7 @@ class StreamedStep:
         weights = unit_weights(group, self._loss, self._constant_length)
         chosen = [i for i, sample in enumerate(group) if contributes(sample, self._loss)]
         budget = self._config.trainer.max_tokens_per_micro_batch
-        for batch in micro_batches(group, budget, weights, chosen):
+        for batch in micro_batches(group, budget, weights, chosen, packed=self._runner.packed):
             # The proximal policy is that of the step's start.
             proximal = None if self._start is None else self._runner.score(batch, self._start)
             parts, logprobs = self._runner.learn(batch, proximal, last=False)
@@ -401,7 +404,7 @@ class StreamedStep:
         if self._shortest is not None:
             if self._runner.partitioned:
                 # Which pass is the last one is known only now: one more, without weight.
-                idle = assemble([self._shortest], [0], [0.0])
+                idle = assemble([self._shortest], [0], [0.0], packed=self._runner.packed)
                 self._runner.learn(idle, None, last=True)
             divisor = denominator(self._open, self._loss)
             self._rate = self._runner.set_learning_rate(self._update + self._part)

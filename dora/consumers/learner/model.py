@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -177,11 +177,12 @@ class PolicyModel(nn.Module):
         temperature: float,
         top_p: float,
         top_k: int,
+        position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Log-probabilities [N] of `targets`; see MicroBatch for the other arguments."""
         score = partial(token_logprobs, temperature=temperature, top_p=top_p, top_k=top_k)
         copies = 6 if top_k or top_p < 1.0 else 1
-        return self.per_token(score, token_ids, places, targets, copies)
+        return self.per_token(score, token_ids, places, targets, copies, position_ids)
 
     def per_token(
         self,
@@ -190,15 +191,18 @@ class PolicyModel(nn.Module):
         places: torch.Tensor,
         targets: torch.Tensor,
         copies: int,
+        position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`function` of the logits that predict `targets`, chunk by chunk; it needs `copies` times
         the memory of its logits in float32."""
+        inputs: dict[str, Any] = {"input_ids": token_ids, "use_cache": False}
+        if position_ids is not None:
+            inputs["position_ids"] = position_ids
         if not self._chunked:
-            return function(
-                self.model(token_ids, use_cache=False).logits.flatten(0, 1)[places], targets
-            )
+            logits = self.model(**inputs).logits
+            return function(logits.flatten(0, 1)[places], targets)
         body, head = _parts(self.model)
-        hidden = body(token_ids, use_cache=False).last_hidden_state.flatten(0, 1)[places]
+        hidden = body(**inputs).last_hidden_state.flatten(0, 1)[places]
         entry = 4 * copies + (0 if hidden.dtype == torch.float32 else hidden.element_size())
         size = max(1, int(self.logits_mib * 2**20 / (entry * _vocabulary(self.model))))
 
@@ -237,12 +241,49 @@ def _is_head_of_body(model: Any) -> bool:
     )
 
 
+_VARIABLE_LENGTH = ("flash", "flex", "kernels-community/flash")
+"""How the names of attention begin that does no work between packed sequences."""
+
+
+def packs(model: Any, packing: bool | Literal["auto"]) -> bool:
+    """Whether micro-batches of `model` are packed, as `trainer.packing` says. PolicyError if they
+    shall be and the model lets packed sequences see one another."""
+    attention = str(model.config._attn_implementation)
+    fits = model.device.type == "cuda" and attention.startswith(_VARIABLE_LENGTH)
+    if packing is False or (packing == "auto" and not fits):
+        return False
+    if _keeps_apart(model):
+        return True
+    name = type(model).__name__
+    if packing == "auto":
+        log.info("%s does not keep packed sequences apart: micro-batches are padded", name)
+        return False
+    raise PolicyError(
+        f"trainer.packing: {name} does not keep packed sequences apart (attention {attention})",
+        hint='Set trainer.packing = "auto" or false.',
+    )
+
+
+def _keeps_apart(model: Any) -> bool:
+    device = model.device
+    tokens = torch.tensor([[0, 1, 1], [1, 0, 1]], device=device)
+    positions = torch.arange(3, device=device).repeat(2)[None]
+    with torch.no_grad():
+        expected = model(tokens, use_cache=False).logits.flatten(0, 1).float()
+        try:
+            found = model(tokens.view(1, -1), position_ids=positions, use_cache=False).logits
+        except TypeError:  # the model takes no positions
+            return False
+    near = 1e-4 if model.dtype == torch.float32 else 3e-2
+    return bool((found[0].float() - expected).abs().max() <= near * expected.abs().max())
+
+
 def model_inputs(batch: MicroBatch, device: torch.device) -> dict[str, torch.Tensor]:
     """The tensors of a micro-batch that PolicyModel takes, on `device`."""
-    return {
-        name: torch.from_numpy(getattr(batch, name)).to(device)
-        for name in ("token_ids", "places", "targets")
-    }
+    names = ["token_ids", "places", "targets"]
+    if batch.position_ids is not None:
+        names.append("position_ids")
+    return {name: torch.from_numpy(getattr(batch, name)).to(device) for name in names}
 
 
 def load_model(directory: Path, config: Config) -> nn.Module:
@@ -264,6 +305,7 @@ def load_model(directory: Path, config: Config) -> nn.Module:
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            attn_implementation=config.policy.attention,
         )
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError) as error:
         raise PolicyError(

@@ -64,7 +64,11 @@ class RankFollower:
             raise RankError(f"rank 0 orders {kind!r} before there is a learner")
         match kind:
             case "update":
-                learner.train(self._shards(order["shard"]), int(order["version"]), Mismatch())
+                learner.train(
+                    self._shards(order["shard"], packed=learner.packed),
+                    int(order["version"]),
+                    Mismatch(),
+                )
             case "save":
                 learner.save_checkpoint(self._shared(order["directory"]))
             case "load":
@@ -78,11 +82,11 @@ class RankFollower:
             case _:
                 raise RankError(f"rank 0 orders {kind!r}, which this dora does not know")
 
-    def _shards(self, shards: Sequence[Mapping[str, Any]]) -> list[Shard]:
+    def _shards(self, shards: Sequence[Mapping[str, Any]], *, packed: bool) -> list[Shard]:
         places = sorted({place for shard in shards for place in shard_places(shard)})
         deadline = FETCH_SHARE * self._ranks.timeout
         found = fetch_trajectories(self._reader, self._topic, places, deadline) if places else {}
-        return [shard_from_message(shard, found) for shard in shards]
+        return [shard_from_message(shard, found, packed=packed) for shard in shards]
 
     def _shared(self, text: str) -> Path:
         directory = Path(text)

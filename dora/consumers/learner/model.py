@@ -211,8 +211,21 @@ class PolicyModel(nn.Module):
 
         if torch.is_grad_enabled():
             one = partial(checkpoint, one, use_reentrant=False, preserve_rng_state=False)
-        pairs = zip(hidden.split(size), targets.split(size), strict=True)
+        count = _chunks(head, -(-len(targets) // size))
+        pairs = zip(hidden.tensor_split(count), targets.tensor_split(count), strict=True)
         return torch.cat([one(states, chosen) for states, chosen in pairs])
+
+
+def _chunks(head: nn.Module, own: int) -> int:
+    """Chunks of this pass. Under ZeRO-3 the ranks gather the head's parameters together, for each
+    chunk: all of them make as many as the rank with the most tokens, empty ones too."""
+    own = max(own, 1)
+    partitioned = any(hasattr(parameter, "ds_id") for parameter in head.parameters())
+    if not partitioned or torch.distributed.get_world_size() == 1:
+        return own
+    most = torch.tensor(own, device=next(head.parameters()).device)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    return int(most)
 
 
 def _parts(model: Any) -> tuple[nn.Module, nn.Module]:

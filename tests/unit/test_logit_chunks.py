@@ -106,4 +106,5 @@ def test_no_more_logits_exist_at_once_than_the_budget() -> None:
     head: Any = policy.model.get_output_embeddings()  # type: ignore[operator]
     head.register_forward_hook(lambda module, inputs, output: widest.append(output.shape[0]))
     policy(**INPUTS, temperature=1.0, top_p=1.0, top_k=0).sum().backward()
-    assert max(widest) == 7 and sum(widest) == 2 * (TOKENS - 1)  # forward, and once more
+    assert max(widest) <= 7 and len(widest) == 2 * 5  # forward, and once more
+    assert sum(widest) == 2 * (TOKENS - 1)

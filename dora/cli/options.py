@@ -22,6 +22,8 @@ BROKER_DIRECTORY = Path(".dora/broker")
 
 Command = Callable[..., Any]
 
+MissingConfig = Callable[[Mapping[str, Any], tuple[str, ...], KafkaOverrides, Path], Path]
+
 SECRET_SETS = ("kafka.properties", "kafka.registry.properties")
 """What `--set` may hold secrets for: not repeated where others see it."""
 
@@ -72,25 +74,32 @@ def config_source() -> ConfigSource:
 @overload
 def config_argument(command: Command, /) -> Command: ...
 @overload
-def config_argument(*, broker: bool = True) -> Callable[[Command], Command]: ...
+def config_argument(
+    *, broker: bool = True, missing: MissingConfig | None = None
+) -> Callable[[Command], Command]: ...
 
 
 def config_argument(
-    command: Command | None = None, /, *, broker: bool = True
+    command: Command | None = None,
+    /,
+    *,
+    broker: bool = True,
+    missing: MissingConfig | None = None,
 ) -> Command | Callable[[Command], Command]:
     """Argument CONFIG with `--set`, `-b`, `-X`, `--kafka-config` and `--registry`; the command gets
     `config`.
 
     With `broker` (the default) `config.kafka.bootstrap_servers` is set: to what was given, or to
-    the local broker if it runs; otherwise the command is refused. Use as `@config_argument` or
-    `@config_argument(broker=False)`, below `@click.command`.
+    the local broker if it runs; otherwise the command is refused. With `missing` CONFIG may be left
+    out: it gives the file, from the command's other parameters, `sets` and how Kafka is reached.
+    Use as `@config_argument` or `@config_argument(broker=False)`, below `@click.command`.
     """
 
     def decorate(function: Command) -> Command:
         @functools.wraps(function)
         def wrapper(
             *args: Any,
-            config_path: Path,
+            config_path: Path | None,
             sets: tuple[str, ...],
             bootstrap_servers: str | None,
             properties: Mapping[str, str],
@@ -103,6 +112,9 @@ def config_argument(
             overrides = KafkaOverrides(bootstrap_servers, properties, kafka_config, registry_url)
             if accepted:
                 sets = (*sets, f"run.accept_changed={json.dumps(accepted)}")
+            if config_path is None:
+                assert missing is not None, "click demands it otherwise"
+                config_path = missing(kwargs, sets, overrides, broker_directory)
             config = load_config(config_path, sets=sets, kafka=overrides)
             if broker and config.kafka.bootstrap_servers is None:
                 config = with_broker(config, local_broker(broker_directory))
@@ -113,7 +125,10 @@ def config_argument(
         override = sets_option("Override a key of the configuration; may be repeated.")
         decorated = override(_accept_option(_kafka_parameters(wrapper)))
         return click.argument(
-            "config_path", metavar="CONFIG", type=click.Path(path_type=Path, dir_okay=False)
+            "config_path",
+            metavar="CONFIG" if missing is None else "[CONFIG]",
+            type=click.Path(path_type=Path, dir_okay=False),
+            required=missing is None,
         )(decorated)
 
     return decorate if command is None else decorate(command)

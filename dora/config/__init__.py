@@ -134,6 +134,12 @@ class Config(Section):
                 f"(window.max_staleness + 1 = {staleness + 1})"
             )
         emulated = self.rollout.engine == "emulated"
+        if self.trainer.engine == "emulated" and not emulated:
+            raise ValueError(
+                "trainer.engine = emulated publishes no weights that rollout.engine = "
+                f"{self.rollout.engine} could load: set rollout.engine = emulated as well, or "
+                "trainer.engine = deepspeed"
+            )
         if self.task.kind == "synthetic" and not emulated:
             raise ValueError("task.kind = synthetic is for rollout.engine = emulated")
         if self.rollout.workers_per_process > 1 and not emulated:

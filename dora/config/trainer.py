@@ -26,6 +26,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     "longcat": {"normalization": "constant", "clip_dual": 3.0, "importance_cap": 2.0},
 }
 """Defaults of a `preset`; docs/losses.md has the sources."""
+_RESERVED = {
+    "optimizer": "trainer.optimizer",
+    "scheduler": "trainer.optimizer.schedule",
+    "gradient_clipping": "trainer.optimizer.gradient_clip",
+    "gradient_accumulation_steps": "trainer.max_tokens_per_micro_batch",
+    "train_batch_size": "window.groups_per_step",
+    "train_micro_batch_size_per_gpu": "trainer.max_tokens_per_micro_batch",
+    "bf16": "policy.dtype",
+    "fp16": "policy.dtype",
+}
+"""Keys of DeepSpeed's configuration that dora sets, and the setting to use instead."""
 
 
 class LossSection(Section):
@@ -141,6 +152,13 @@ class TrainerSection(Section):
     """The loss."""
     optimizer: OptimizerSection = OptimizerSection()
     """The optimizer."""
+
+    @model_validator(mode="after")
+    def _settings_of_its_own(self) -> "TrainerSection":
+        for key in self.deepspeed:
+            if key in _RESERVED:
+                raise ValueError(f"trainer.deepspeed.{key}: set {_RESERVED[key]} instead")
+        return self
 
 
 class RecoverySection(Section):

@@ -31,16 +31,6 @@ CHANGES: list[dict[str, Any]] = [
 ]
 
 
-def emulated(world: World, steps: int, **trainer: Any) -> Config:
-    given = world.config(steps, engine="emulated", **trainer).model_dump()
-    given["rollout"] |= {"engine": "emulated", "emulated": {"time_scale": 0.001}}
-    return Config.model_validate(given)
-
-
-def real(world: World, steps: int, **trainer: Any) -> Config:
-    return world.config(steps, **trainer)
-
-
 def looked(command: str, world: World, *options: str) -> dict[str, Any]:
     address = world.settings.bootstrap_servers
     result = dora(command, world.name, "-b", str(address), "--json", *options)
@@ -49,7 +39,7 @@ def looked(command: str, world: World, *options: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("made", [emulated, real])
+@pytest.mark.parametrize("made", [World.emulated, World.config])
 def test_each_step_is_redone_with_the_values_of_its_time(
     world: World, made: Callable[..., Config]
 ) -> None:
@@ -83,11 +73,11 @@ def test_each_step_is_redone_with_the_values_of_its_time(
 
 def test_a_key_that_may_not_change_is_refused_and_nothing_is_recorded(world: World) -> None:
     with fed(world):
-        world.train(emulated(world, 1))
+        world.train(world.emulated(1))
     before = world.read(world.topics.steps)
     address = str(world.settings.bootstrap_servers)
     path = Path(world.directory) / "other.toml"
-    config = emulated(world, 2).model_dump(mode="json", exclude_defaults=True, exclude={"home"})
+    config = world.emulated(2).model_dump(mode="json", exclude_defaults=True, exclude={"home"})
     import tomli_w
 
     config["window"]["max_staleness"] = 2

@@ -151,11 +151,15 @@ def test_other_starting_weights_are_noted(trained: World, tmp_path: Path) -> Non
 
 
 def test_an_emulated_trainer_has_nothing_to_compare_with(trained: World) -> None:
-    config = trained.config(steps=STEPS, engine="emulated")
+    config = trained.emulated(STEPS)
     with pytest.raises(RunError, match="emulated trainer"):
         Recomputation(RunLog(trained.settings, trained.name), config, trained.settings)
     refused(
-        look(trained, "--trajectory", "g1/0", "--recompute", "--set", "trainer.engine=emulated"),
+        look(
+            trained,
+            *("--trajectory", "g1/0", "--recompute", "--set", "trainer.engine=emulated"),
+            *("--set", "rollout.engine=emulated"),
+        ),
         1,
         "emulated trainer",
     )

@@ -12,12 +12,13 @@ import pytest
 from dora.bus import ClusterSettings, TopicAdmin
 from dora.bus.topics import topic_plan
 from dora.config import Config
+from dora.config.loading import load_config
 from dora.consumers.trainer.origin import Origin, find_origin
 from dora.consumers.trainer.trainer import Trainer
 from dora.errors import RunError
 from dora.schemas.records import Policy, RunStarted
 from dora.weights.store import WeightStore
-from tests.integration.test_changed_settings import emulated, looked, real
+from tests.integration.test_changed_settings import looked
 from tests.small_run import SmallRun, dora, refused
 from tests.training_world import World, fed
 
@@ -40,7 +41,7 @@ def version_0(world: World) -> Policy:
     return next(r for r in world.read(world.topics.policies) if isinstance(r, Policy))
 
 
-@pytest.mark.parametrize("made", [emulated, real])
+@pytest.mark.parametrize("made", [World.emulated, World.config])
 def test_a_run_begins_with_the_weights_and_the_optimizer_of_a_step_of_another(
     world: World, made: Callable[..., Config]
 ) -> None:
@@ -60,7 +61,7 @@ def test_a_run_begins_with_the_weights_and_the_optimizer_of_a_step_of_another(
         assert version_0(run).weights_checksum == old[1].weights_checksum
     (first,), (same,) = kept.steps(), redone.steps()
     assert first.weights_checksum == same.weights_checksum, "by checkpoint or by redo: all of it"
-    if made is real:
+    if made is World.config:
         fresh = new_run(world, "fresh")
         policies = [r for r in world.read(world.topics.policies) if isinstance(r, Policy)]
         config = made(fresh, 1)
@@ -109,5 +110,15 @@ def test_dora_run_begins_a_new_run_from_a_step(small: SmallRun, settings: Cluste
         result = run("--from", f"{small.name}@1", "--as", new, *changed)
         assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["steps"] == 2
+    address = ("-b", small.address)
+    plain = dora("run", "--from", f"{small.name}@2", "--as", "third", *address, "--plain")
+    assert plain.exit_code == 0, plain.output
+    written = small.directory / "third.toml"
+    assert f"wrote {written}, with what {small.name}@2 was trained with" in plain.stderr
+    assert load_config(written).trainer == small.config().trainer
+    assert dora("run", str(written), *address, "--plain").exit_code == 0, "it is complete"
+    again = dora("run", "--from", f"{small.name}@1", "--as", "third", *address)
+    refused(again, 2, f"{written}: File exists", "dora run CONFIG --from")
+    refused(dora("run", *address), 2, "no configuration file is named")
     report = dora("replay", new, "-b", small.address, "--json", "--no-checkpoint")
     assert json.loads(report.stdout)["identical"], report.output

@@ -12,7 +12,7 @@ from confluent_kafka.admin import (
     ConfigResource,
 )
 
-from dora.bus import ClusterSettings, LogReader
+from dora.bus import ClusterSettings, LogReader, TransactionalWriter
 from dora.consumers.monitor.chunk_progress import ChunkProgress, Search
 from dora.core import ring
 from dora.core.scheduling.prefixes import Prefix
@@ -155,11 +155,15 @@ def test_what_recovery_needs_and_retention_deleted_is_named(written: Written, ca
         assert f"{written.small.name}{part}" in str(caught.value) or part in str(caught.value)
 
 
-def test_a_trainer_refuses_a_log_without_its_beginning_and_writes_nothing(
+def test_a_trainer_refuses_a_log_without_its_beginning_and_writes_and_ends_nothing(
     written: Written,
 ) -> None:
     small = written.small
     written.delete(small.topics.steps, 0, STEPS + 1)
+    healthy = TransactionalWriter(
+        written.settings, f"{small.name}.trainer", client_id="healthy",
+        transaction_timeout=30.0, partitions=[(small.topics.workers, 0)],
+    )  # fmt: skip
     refused(
         small.dora("train"),
         1,
@@ -170,6 +174,9 @@ def test_a_trainer_refuses_a_log_without_its_beginning_and_writes_nothing(
     with LogReader(written.settings, client_id="test") as reader:
         place = (small.topics.steps, 0)
         assert reader.end_offsets([place]) == {place: STEPS + 1}
+    with healthy.transaction() as transaction:  # which was not ended by the one that was refused
+        transaction.send(small.topics.workers, factories.status("trainer", run=small.name), key="t")
+    healthy.close()
 
 
 def test_deleted_chunks_are_missed_by_nobody(written: Written) -> None:

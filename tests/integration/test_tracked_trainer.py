@@ -23,8 +23,7 @@ def test_tensorboard_and_lineage_have_each_committed_step_once_although_the_trai
     world = World(settings, run_name, Path("emulated"), tmp_path / "runs")
 
     def config(steps: int) -> Config:
-        given = world.config(steps, engine="emulated", checkpoint_every=100).model_dump()
-        given["rollout"] |= {"engine": "emulated", "emulated": {"time_scale": 0.001}}
+        given = world.emulated(steps, checkpoint_every=100).model_dump()
         given["lineage"] = {"url": taking.url}
         return Config.model_validate(given)
 

@@ -41,15 +41,8 @@ def trained(steps: list[Step]) -> list[str]:
     return [ref.group_id for step in steps for ref in step.trained]
 
 
-def emulated(world: World, steps: int) -> Config:
-    """A trainer that starts in a tenth of the time: what it commits, it commits as the real one."""
-    given = world.config(steps, engine="emulated", checkpoint_every=2).model_dump()
-    given["rollout"] |= {"engine": "emulated", "emulated": {"time_scale": 0.001}}
-    return Config.model_validate(given)
-
-
 def test_a_kill_at_every_point_of_the_commit_changes_nothing(world: World) -> None:
-    config = emulated(world, 4)
+    config = world.emulated(4, checkpoint_every=2)
     with fed(world):
         for fault in KILLS:
             process = world.start(config, fault=fault)
@@ -61,7 +54,7 @@ def test_a_kill_at_every_point_of_the_commit_changes_nothing(world: World) -> No
     assert trained(steps) == [f"g{i}" for i in range(8)], "each exactly once, in order"
     undisturbed = another(world, "undisturbed")
     with fed(undisturbed):
-        undisturbed.train(emulated(undisturbed, 4))
+        undisturbed.train(undisturbed.emulated(4, checkpoint_every=2))
     assert [s.weights_checksum for s in steps] == [s.weights_checksum for s in undisturbed.steps()]
     store = WeightStore.of(config)
     assert len(store.versions()) == 4 and not list(Path(world.directory).rglob(".unfinished-*"))

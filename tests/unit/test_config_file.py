@@ -9,6 +9,9 @@ from dora.config.loading import KafkaOverrides, load_config, load_kafka_section,
 from dora.errors import ConfigError
 from tests.configurations import MINIMAL
 
+ROOT = Path(__file__).parents[2]
+SHIPPED = [*ROOT.glob("examples/*.toml"), *ROOT.glob("ops/**/*.toml")]
+
 Write = Callable[[str], Path]
 
 
@@ -199,3 +202,17 @@ def test_secrets_are_never_repeated(write: Write, tmp_path: Path) -> None:
     overrides = KafkaOverrides(None, {"sasl.password": "hunter2"})
     config = load_config(write(MINIMAL), environment={}, kafka=overrides)
     assert "hunter2" not in repr(config) + repr(overrides)
+
+
+def test_a_key_of_deepspeed_that_dora_has_is_refused_while_the_file_is_read(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f"{MINIMAL}\n[trainer.deepspeed]\nbf16 = {{ enabled = true }}\n")
+    with pytest.raises(ConfigError, match=r"trainer\.deepspeed\.bf16: set policy\.dtype instead"):
+        load_config(file, environment={})
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_every_configuration_that_is_shipped_is_accepted(path: Path) -> None:
+    assert load_config(path, environment={}).run.name

@@ -219,10 +219,12 @@ def _serve(
     config = recorded_config(recorded.started, kafka, config_file, [*sets, f"run.name={name}"])
     recording = Recording(recorded, name)
     recording.check_kept(settings)
-    if config_out is not None:
-        _write_new(config_out, to_toml(config))
+    if config_out is not None and config_out.exists():
+        raise UsageError(f"cannot write --config-out {config_out}: File exists")
     with TopicAdmin(settings) as admin:
         new = admin.create(topic_plan(config), exist_ok=True)
+    if config_out is not None:
+        _write_new(config_out, to_toml(config))
     command = ["dora", "train", str(config_out or config_file or "CONFIG")]
     if config_out is None:
         command += [part for text in (*sets, f"run.name={name}") for part in ("--set", text)]

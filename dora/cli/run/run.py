@@ -1,20 +1,67 @@
 """`dora run`: a whole run on this machine, with live progress."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dora.cli.options import config_argument, config_source, from_option, json_option
-from dora.config import Config, RunSection
+from dora.cli.options import (
+    config_argument,
+    config_source,
+    from_option,
+    json_option,
+    local_broker,
+)
+from dora.config import Config, KafkaSection, RunSection
+from dora.config.loading import KafkaOverrides, apply_sets, load_kafka_section, to_toml
 from dora.errors import RunError, UsageError
 
 
+def _recorded_file(
+    given: Mapping[str, Any], sets: tuple[str, ...], overrides: KafkaOverrides, broker: Path
+) -> Path:
+    """Write what the run of `--from` recorded, as of that step, beside the file it came from."""
+    from dora.bus.settings import cluster_settings
+    from dora.consumers.trainer.origin import Origin
+    from dora.log.recorded_config import recorded_config
+    from dora.log.run_log import RunLog
+
+    if given["origin"] is None or given["name"] is None:
+        raise UsageError(
+            "no configuration file is named",
+            hint="Only --from RUN@STEP --as NEWRUN does without: it takes what RUN recorded.",
+        )
+    origin, name = Origin.parse(given["origin"]), given["name"]
+    kafka = load_kafka_section(kafka=overrides)
+    if kafka.bootstrap_servers is None:
+        kafka = kafka.model_copy(update={"bootstrap_servers": local_broker(broker)})
+    run = RunLog(cluster_settings(kafka), origin.run)
+    run.check_version(origin.step)
+    config = recorded_config(run.started, KafkaSection())
+    if origin.step:
+        config = run.settings.config(run.step(origin.step), config)
+    config = apply_sets(config, [*sets, f"run.name={name}"])
+    path = config.home / f"{name}.toml"
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(to_toml(config))
+    except OSError as error:
+        raise UsageError(
+            f"cannot write the configuration of {origin} to {path}: {error.strerror}",
+            hint=f"Name the configuration file: dora run CONFIG --from {origin} --as {name}.",
+        ) from error
+    click.echo(f"wrote {path}, with what {origin} was trained with", err=True)
+    return path
+
+
 @click.command()
-@config_argument(broker=False)
+@config_argument(broker=False, missing=_recorded_file)
 @click.option("--dry-run", is_flag=True, help="Check everything and print what would be started.")
 @click.option(
     "--plain", is_flag=True, help="Print lines instead of the display, also on a terminal."
@@ -44,7 +91,8 @@ def run(
     summary.json and audits the run. With --json the summary goes to standard output, everything
     else to standard error.
 
-    With --from the run begins with a step of another one, instead of with policy.model.
+    With --from the run begins with a step of another one, instead of with policy.model. Without
+    CONFIG it then takes the configuration that the other one recorded, and writes it to a file.
     """
     source = config_source()
     if name is not None:

@@ -46,9 +46,10 @@ def create(config: Config, dry_run: bool, exist_ok: bool, as_json: bool) -> None
     plan = topic_plan(config)
     if not dry_run:
         settings = cluster_settings(config.kafka)
-        if settings.registry is not None:
-            settings.registry.prepare()
         with TopicAdmin(settings) as admin:
+            refused = bool(admin.existing(config.run.name)) and not exist_ok
+            if settings.registry is not None and not refused:
+                settings.registry.prepare()
             made = admin.create(plan, exist_ok=exist_ok)
         plan = [spec for spec in plan if spec.name in made]
     if as_json:

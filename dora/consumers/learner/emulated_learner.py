@@ -17,7 +17,7 @@ import numpy as np
 
 from dora.config import Config
 from dora.consumers.learner.batches import Floats, Sample, batch_metrics, learning_rate
-from dora.errors import ConfigError, WeightsError
+from dora.errors import WeightsError
 from dora.weights.models import emulated_vocabulary
 from dora.weights.tensors import plain_checksum
 
@@ -42,12 +42,6 @@ class EmulatedLearner:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        if config.rollout.engine != "emulated":
-            raise ConfigError(
-                "trainer.engine = emulated publishes no weights that "
-                f"rollout.engine = {config.rollout.engine} could load",
-                hint="Set rollout.engine = emulated as well, or trainer.engine = deepspeed.",
-            )
         self._config = config
         self._progress = progress
         self._clock = clock

@@ -18,21 +18,8 @@ import torch
 
 from dora.config import Config
 from dora.consumers.learner.ranks import Ranks
-from dora.errors import ConfigError
 
 log = logging.getLogger(__name__)
-
-RESERVED = {
-    "optimizer": "trainer.optimizer",
-    "scheduler": "trainer.optimizer.schedule",
-    "gradient_clipping": "trainer.optimizer.gradient_clip",
-    "gradient_accumulation_steps": "trainer.max_tokens_per_micro_batch",
-    "train_batch_size": "window.groups_per_step",
-    "train_micro_batch_size_per_gpu": "trainer.max_tokens_per_micro_batch",
-    "bf16": "policy.dtype",
-    "fp16": "policy.dtype",
-}
-"""Keys of DeepSpeed's configuration that dora sets, and the setting to use instead."""
 
 
 def device() -> torch.device:
@@ -115,14 +102,8 @@ def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def deepspeed_settings(config: Config) -> dict[str, Any]:
-    """DeepSpeed's configuration: what dora sets, with `trainer.deepspeed` over it.
-
-    Raises ConfigError for keys that have a setting of their own in dora.
-    """
+    """DeepSpeed's configuration: what dora sets, with `trainer.deepspeed` over it."""
     given = config.trainer.deepspeed
-    for key in given:
-        if key in RESERVED:
-            raise ConfigError(f"trainer.deepspeed.{key}: set {RESERVED[key]} instead")
     world = torch.distributed.get_world_size()
     base: dict[str, Any] = {
         # Micro-batches differ in number from step to step: the learner marks the last one itself.

@@ -28,7 +28,6 @@ from dora.consumers.trainer.checkpoints import (
 from dora.core.processes import WeightUser, needless, weight_user
 from dora.core.ring import slot_partitions
 from dora.errors import DeadlineError
-from dora.log.inputs import fingerprints
 from dora.log.ledger import History
 from dora.log.presence import recent_statuses
 from dora.schemas.records import Policy, RunStarted, SlotOffset, Status, pack_logprobs, pack_tokens
@@ -87,13 +86,15 @@ class WeightUsers:
 
 
 class Publisher:
-    """Publishes a learner's versions and prunes those that are not needed any more."""
+    """Publishes a learner's versions, with what the run's `inputs` hold (`dora.log.inputs`), and
+    prunes those that are not needed any more."""
 
     def __init__(
         self,
         config: Config,
         learner: Learner,
         model: Path,
+        inputs: dict[str, str],
         reader: LogReader,
         history: History,
         users: WeightUsers,
@@ -112,8 +113,7 @@ class Publisher:
         self._start: str | None = None
         if history.started is not None:
             self._start = starting_checkpoint(history.started, history.policies.get(0))
-        self.inputs = fingerprints(config)
-        """What the run's inputs hold."""
+        self._inputs = inputs
         self._damaged: set[str] = set()
         self._weight_names = {v: name_of(p.weights_uri) for v, p in history.policies.items()}
 
@@ -145,7 +145,7 @@ class Publisher:
             canary_logprobs=pack_logprobs(self._learner.sequence_logprobs(tokens)),
             slots=tuple(SlotOffset(*slot, offsets[slot]) for slot in slots),
             created_ms=time.time_ns() // 1_000_000,
-            inputs=self.inputs,
+            inputs=self._inputs,
         )
 
     def _write(self, version: int) -> Published:

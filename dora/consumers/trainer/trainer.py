@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 from dora.bus.acls import check_rights
 from dora.bus.reader import END, LogReader, Message, Unreadable
@@ -33,6 +34,7 @@ from dora.core.state import RunState
 from dora.errors import BusError, DoraError, FencedError, RunError, TaskError
 from dora.log.continuation import check_continues
 from dora.log.dead_letters import DeadLetterWriter
+from dora.log.inputs import fingerprints
 from dora.log.ledger import (
     History,
     LedgerWriter,
@@ -53,6 +55,8 @@ READ_SECONDS = 300.0
 STREAK_STEPS = 8
 """So many steps' groups are set aside in a row before the run stops, unless configured."""
 PROBES = 8
+_LOOKS = 3
+"""So often the ledger is read before the takeover, if it seems to be torn."""
 
 # A launcher that lost a rank asks the others to stop, and the loss may show a moment later.
 _LAST_CHECK_SECONDS = 0.5
@@ -88,7 +92,18 @@ class Trainer:
         self._admin = TopicAdmin(settings)
         self._admin.ping()
         self._admin.verify(topic_plan(config))
-        # Fences an older trainer before the ledger is read, so that what is read is complete.
+        self._reader = LogReader(settings, client_id=PROCESS)
+        self._weight_users = WeightUsers(config, settings)
+        self._writer = LogWriter(settings, client_id=PROCESS)
+        self._heartbeat = Heartbeat(config, self._writer)
+        self._reports = StepReports(config)
+        self._model = Path()
+        self._inputs: dict[str, str] = {}
+        # Before an older trainer is fenced: one that cannot go on must not end it.
+        if self._newest_before_takeover() < config.trainer.steps:
+            self._model = starting_model(config)
+            self._inputs = fingerprints(config)
+        # Fences an older trainer before the ledger counts, so that what is read then is complete.
         self._transactions = TransactionalWriter(
             settings,
             f"{self._run}.trainer",
@@ -96,11 +111,6 @@ class Trainer:
             transaction_timeout=config.kafka.transaction_timeout_seconds,
             partitions=[(t, 0) for t in (topics.steps, topics.policies, topics.workers)],
         )
-        self._reader = LogReader(settings, client_id=PROCESS)
-        self._weight_users = WeightUsers(config, settings)
-        self._writer = LogWriter(settings, client_id=PROCESS)
-        self._heartbeat = Heartbeat(config, self._writer)
-        self._reports = StepReports(config)
         self._ledger = LedgerWriter(
             config, self._heartbeat.incarnation, self._transactions, self._state
         )
@@ -155,23 +165,49 @@ class Trainer:
         """Whether `trainer.steps` are committed, as far as was read."""
         return self._state.newest >= self._config.trainer.steps
 
-    def _prepare(self) -> bool:
-        """Read the ledger and bring the learner to its end; False if nothing is left to do."""
+    def _newest_before_takeover(self) -> int:
+        """The newest version while another trainer may be at work, -1 if it cannot be told.
+
+        RunError if this trainer cannot go on from there. While a commit has ended in one topic and
+        not in the other, or where Kafka left a transaction without its end, a whole log looks torn:
+        then only what is read after the takeover counts.
+        """
+        places = [(self._topics.steps, 0), (self._topics.policies, 0)]
+        for attempt in range(1, _LOOKS + 1):
+            try:
+                return self._read_history()[1]
+            except RunError:
+                if attempt == _LOOKS:
+                    raise
+            with LogReader(
+                self._settings, client_id=PROCESS, isolation="read_uncommitted"
+            ) as reader:
+                if reader.end_offsets(places) != self._reader.end_offsets(places):
+                    break
+        return -1
+
+    def _read_history(self) -> tuple[History, int]:
+        """The run's past, and its newest version; RunError if this trainer cannot go on from it."""
         check_ledger(self._reader, self._topics)
         whole = new_state(self._config)
         history = read_ledger(
             self._reader, self._topics, whole, self._checkpoints.names(), READ_SECONDS
         )
-        resume(self._state, history)
         if history.started is not None:
             check_continues(
                 history.started,
                 self._config,
                 self._admin.cluster_id(),
                 self._admin.topic_ids(self._run),
-                self._state.newest,
+                whole.newest,
             )
-        check_retention(self._reader, self._topics, history, self._state.newest, self._state.window)
+        check_retention(self._reader, self._topics, history, whole.newest, whole.window)
+        return history, whole.newest
+
+    def _prepare(self) -> bool:
+        """Read the ledger and bring the learner to its end; False if nothing is left to do."""
+        history, _ = self._read_history()
+        resume(self._state, history)
         self._policies = history.policies
         self._ledger.inputs = history.inputs
         if history.settings is not None:
@@ -182,9 +218,8 @@ class Trainer:
         if self.complete:
             return False
         self._heartbeat.report("loading", "loading the model")
-        model = starting_model(self._config)
         self._learner = create_learner(
-            self._config, model, progress=self._progress, ranks=self._ranks
+            self._config, self._model, progress=self._progress, ranks=self._ranks
         )
         self._builder = BatchBuilder(
             self._state,
@@ -213,7 +248,8 @@ class Trainer:
         self._publisher = Publisher(
             self._config,
             self._learner,
-            model,
+            self._model,
+            self._inputs,
             self._reader,
             history,
             self._weight_users,
@@ -250,7 +286,7 @@ class Trainer:
             self._config,
             self._admin.cluster_id(),
             self._admin.topic_ids(self._run),
-            self._publisher.inputs,
+            self._inputs,
             "" if self._origin is None else str(self._origin.origin),
         )
         self._ledger.begin(started, policy)

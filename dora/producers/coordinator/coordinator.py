@@ -129,6 +129,8 @@ class Coordinator:
         self._statuses = StatusReporter(
             config, self._writer, "coordinator", "coordinator", clock=clock, now_ms=now_ms
         )
+        # needs the task's data: before an older coordinator is fenced
+        prompt = prompt_identity(config) if config.schedule.longest_first else None
         # fences an older coordinator before anything is read, so that what is read is complete
         self._transactions = TransactionalWriter(
             settings,
@@ -140,7 +142,7 @@ class Coordinator:
         self._coordination = Coordination(
             rules_of(config),
             self._statuses.incarnation,
-            prompt_identity(config) if config.schedule.longest_first else None,
+            prompt,
         )
         self._follower = LogFollower(config, settings, self._coordination, clock)
         self._ticked_at: float | None = None

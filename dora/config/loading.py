@@ -159,6 +159,8 @@ def to_toml(config: Config) -> str:
         exclude_defaults=True,
         exclude={"home": True, "kafka": {"bootstrap_servers", "properties", "registry"}},
     )
+    if "loss" in data["trainer"]:  # the defaults there depend on the kind and the preset
+        data["trainer"]["loss"] = config.trainer.loss.model_dump(mode="json")
     return tomli_w.dumps({name: section for name, section in _set(data).items() if section})
 
 

@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from dora.config.loading import KafkaOverrides, load_config, load_kafka_section, read_properties
+from dora.config.loading import (
+    KafkaOverrides,
+    load_config,
+    load_kafka_section,
+    read_properties,
+    to_toml,
+)
 from dora.errors import ConfigError
 from tests.configurations import MINIMAL
 
@@ -202,6 +208,14 @@ def test_secrets_are_never_repeated(write: Write, tmp_path: Path) -> None:
     overrides = KafkaOverrides(None, {"sasl.password": "hunter2"})
     config = load_config(write(MINIMAL), environment={}, kafka=overrides)
     assert "hunter2" not in repr(config) + repr(overrides)
+
+
+def test_a_written_loss_has_the_values_that_differ_from_those_of_its_kind(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f'{MINIMAL}\nloss = {{ kind = "gspo", clip_low = 0.2, clip_high = 0.2 }}\n')
+    config = load_config(file, environment={})
+    file.write_text(to_toml(config))
+    assert load_config(file, environment={}) == config
 
 
 def test_a_key_of_deepspeed_that_dora_has_is_refused_while_the_file_is_read(

@@ -113,6 +113,13 @@ class TaskError(DoraError):
     permanent = True
 
 
+class ChangedDataError(DoraError):
+    """The data file of a task is not what this process read at its start; no prompt of it may be
+    used."""
+
+    permanent = True
+
+
 class ExportError(DoraError):
     """An export's target cannot take what was to be exported; what it holds stays complete."""
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora.config import Config
-from dora.errors import TaskError
+from dora.errors import ChangedDataError, TaskError
 from dora.producers.tasks.base import Task, is_held_out
 from dora.producers.tasks.gym_library import load_dataset
 from dora.producers.tasks.kinds import create_task, permuted
@@ -252,13 +252,40 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         jsonl(tmp_path)
 
 
-def test_a_file_that_changes_during_the_run_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ['{"prompt": "Question 0"', ""])
+def test_a_file_that_is_overwritten_or_truncated_during_the_run_ends_it(
+    tmp_path: Path, content: str
+) -> None:
     numbered(tmp_path, 3)
     task = jsonl(tmp_path, held_out_fraction=0, shuffle=False)
     with (tmp_path / "data.jsonl").open("r+") as file:
-        file.write('{"prompt": "Question 0"')
-    with pytest.raises(TaskError, match="line 1: changed"):
+        file.write(content)
+        file.truncate()
+    with pytest.raises(ChangedDataError, match="line 1: changed") as changed:
         task.prompt(0, "train")
+    assert changed.value.permanent
+
+
+def test_a_file_that_is_deleted_or_replaced_during_the_run_is_read_as_it_was(
+    tmp_path: Path,
+) -> None:
+    numbered(tmp_path, 3)
+    task = jsonl(tmp_path, held_out_fraction=0, shuffle=False)
+    (tmp_path / "data.jsonl").unlink()
+    lines(tmp_path / "data.jsonl", [{"prompt": "another", "answer": "1"}])
+    assert [task.prompt(n, "train").text for n in range(3)] == [f"question {n}" for n in range(3)]
+
+
+def test_a_tokenizer_that_makes_no_token_of_a_prompt_is_refused(tmp_path: Path) -> None:
+    class Nothing(Characters):
+        def encode(self, text: str, *, special_tokens: bool = True) -> tuple[int, ...]:
+            return ()
+
+    numbered(tmp_path, 3)
+    section = {"kind": "jsonl", "path": "data.jsonl", "verifier": "unused:unused"}
+    with pytest.raises(TaskError, match="line 1: the tokenizer makes no token") as refused:
+        create_task(configure(tmp_path, held_out_fraction=0, **section), Nothing())
+    assert "policy.tokenizer" in str(refused.value)
 
 
 def test_chat_messages_go_through_the_chat_template(tmp_path: Path) -> None:

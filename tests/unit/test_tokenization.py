@@ -47,6 +47,14 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path: Path) -> 
         load_tokenizer(PolicySection(model=str(model)))
 
 
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path)
+    for file in model.glob("*token*"):
+        file.unlink()
+    with pytest.raises(PolicyError, match="policy.model: "):
+        load_tokenizer(PolicySection(model=str(model)))
+
+
 @pytest.mark.parametrize(
     "change",
     [{"vocab_size": None}, {"text_config": {"vocab_size": 32}}],

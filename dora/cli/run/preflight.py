@@ -9,11 +9,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dora.cli.run.prepare import needs_preparation
 from dora.config import Config
-from dora.errors import DoraError, PolicyError
+from dora.errors import DoraError, PolicyError, TaskError
+
+if TYPE_CHECKING:
+    from dora.producers.tasks.base import Task
 
 Outcome = Literal["ok", "plan", "problem"]
 
@@ -134,6 +137,23 @@ def _prompts(config: Config) -> Iterator[Check]:
         task.prompt(0, "eval")
     text = " ".join(prompt.text.split())
     yield Check("prompts", "ok", f"{task.name}; the first: {text[:80]!r}")
+    yield from _guarded("verifier", lambda each: _verifier(each, task), config)
+
+
+def _verifier(config: Config, task: "Task") -> Iterator[Check]:
+    """Scores of real rows. The emulated engine makes no text that a verifier could judge, and one
+    that cannot be loaded was named before."""
+    from dora.producers.tasks.hooks import load_hook
+    from dora.producers.worker.verifier_trial import summary, try_verifier
+
+    if config.rollout.engine == "emulated":
+        return
+    if config.task.verifier is not None:
+        try:
+            load_hook(config.task.verifier, config.home, "task.verifier")
+        except TaskError:
+            return
+    yield Check("verifier", "ok", summary(try_verifier(config, task)))
 
 
 def _libraries(config: Config) -> Iterator[Check]:

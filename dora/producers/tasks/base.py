@@ -69,6 +69,11 @@ class Task(ABC):
             raise ValueError(f"ordinal is {ordinal}")
         return self._cached(ordinal, purpose)
 
+    def place(self, ordinal: int, purpose: Purpose) -> str:
+        """Where the prompt at `ordinal` comes from, for people."""
+        kind = "held-out" if purpose == "eval" else "training"
+        return f"{self.name}, {kind} prompt {ordinal}"
+
     @abstractmethod
     def _prompt(self, ordinal: int, purpose: Purpose) -> Prompt: ...
 
@@ -126,8 +131,18 @@ class PromptEncoder:
         return content
 
     def tokens(self, text: str) -> tuple[int, ...]:
-        """Token ids of a prompt's text; a chat template has put its special tokens in already."""
-        return self._tokenizer.encode(text, special_tokens=not self._chat_template)
+        """Token ids of a prompt's text; a chat template has put its special tokens in already.
+
+        TaskError if there are none.
+        """
+        found = self._tokenizer.encode(text, special_tokens=not self._chat_template)
+        if not found:
+            raise TaskError(
+                "the tokenizer makes no token of the prompt",
+                hint="The model's directory holds no tokenizer that knows this text: set "
+                "policy.tokenizer.",
+            )
+        return found
 
 
 def _as_messages(content: str | Messages) -> Messages:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dora.config import Config
-from dora.errors import TaskError
+from dora.errors import ChangedDataError, TaskError
 from dora.json_lines import parse_json_object
 from dora.producers.tasks.base import (
     Prompt,
@@ -42,9 +42,10 @@ class _Half:
 class JsonlTask(Task):
     """Prompts of a JSONL file, one JSON object a line.
 
-    Every line is read and checked at the start; a line that changes afterwards is noticed. Only
-    line positions are kept, so the file may be larger than the memory. The lines of each half
-    (training, held out) come in a new seeded order every epoch.
+    Every line is read and checked at the start. A line that changes afterwards ends the process
+    (ChangedDataError); a file that is deleted or replaced stays open as it was. Only line positions
+    are kept, so the file may be larger than the memory. The lines of each half (training, held out)
+    come in a new seeded order every epoch.
 
     The item that the verifier gets is the line's object, with the reference answer as `answer`.
 
@@ -132,20 +133,30 @@ class JsonlTask(Task):
         except TaskError as error:
             raise TaskError(f"{place}: {error.message}", hint=error.hint) from error
 
-    def _prompt(self, ordinal: int, purpose: Purpose) -> Prompt:
+    def place(self, ordinal: int, purpose: Purpose) -> str:
+        """File and line of the prompt."""
+        number = self._halves[purpose].numbers[self._position(ordinal, purpose)]
+        return f"{self._path}, line {number}"
+
+    def _position(self, ordinal: int, purpose: Purpose) -> int:
         half = self._halves[purpose]
         if not half:
             raise TaskError(f"{self._path} has no {purpose} prompts")
         epoch, position = divmod(ordinal, len(half))
         if self._section.shuffle:
             position = permuted(position, len(half), f"{self._seed}/{purpose}/{epoch}")
+        return position
+
+    def _prompt(self, ordinal: int, purpose: Purpose) -> Prompt:
+        half, position = self._halves[purpose], self._position(ordinal, purpose)
         number = half.numbers[position]
         self._file.seek(half.offsets[position])
         line = self._file.readline()
         if zlib.crc32(line) != half.checksums[position]:
-            raise TaskError(
+            raise ChangedDataError(
                 f"{self._path}, line {number}: changed while the run was going on",
-                hint="Put the file back as it was; data sets must not change during a run.",
+                hint="Put the file back as it was, and start the same command again: the run goes "
+                "on where its log ends.",
             )
         return self._parse(ordinal, number, line)
 

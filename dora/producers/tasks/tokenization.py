@@ -127,7 +127,8 @@ def tokenizer_of(config: Config) -> Tokenizer:
 def load_tokenizer(policy: PolicySection, today: date = TEMPLATE_DATE) -> Tokenizer:
     """The tokenizer of the policy, checked against the model's vocabulary.
 
-    Raises PolicyError when it cannot be loaded, or has ids that the model has no embedding for.
+    Raises PolicyError when it cannot be loaded, has no vocabulary, or has ids that the model has no
+    embedding for.
     """
     name = policy.tokenizer or policy.model
     setting = "policy.tokenizer" if policy.tokenizer else "policy.model"
@@ -142,6 +143,11 @@ def load_tokenizer(policy: PolicySection, today: date = TEMPLATE_DATE) -> Tokeni
         vocabulary = getattr(model.get_text_config(), "vocab_size", None)
     tokenizer = Tokenizer(backend, name, vocabulary, today)
     added = set(backend.get_added_vocab().values())
+    if not backend.get_vocab().keys() - backend.get_added_vocab().keys():
+        raise PolicyError(
+            f"{setting}: there is no tokenizer in {name}, or one without a vocabulary",
+            hint="Set policy.tokenizer to the tokenizer that the model was trained with.",
+        )
     # Models of text only may share a tokenizer with added tokens for images, which no text holds.
     if vocabulary is not None and any(
         token >= vocabulary for token in backend.get_vocab().values() if token not in added

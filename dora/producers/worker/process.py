@@ -6,6 +6,7 @@ all workers that have something to do, so that these wait for Kafka once, not ea
 """
 
 import faulthandler
+import logging
 import math
 import os
 import sys
@@ -26,10 +27,13 @@ from dora.producers.tasks.kinds import create_task
 from dora.producers.tasks.tokenization import stop_token_ids, tokenizer_of
 from dora.producers.worker.hosting import Installer
 from dora.producers.worker.scoring import EmulatedScorer, Scorer
+from dora.producers.worker.verifier_trial import summary, try_verifier
 from dora.producers.worker.worker import Worker
 from dora.schemas.records import Command, Policy, Status
 from dora.weights.models import check_length
 from dora.weights.store import WeightStore
+
+log = logging.getLogger(__name__)
 
 READ_SECONDS = 60.0
 
@@ -262,6 +266,8 @@ def run_workers(
     if config.task.verifier is not None:
         # the scorer's processes load it too, but would report it only once the engine is there
         load_hook(config.task.verifier, config.home, "task.verifier")
+    if not emulated:
+        log.info("the verifier: %s", summary(try_verifier(config, task)))
     stops = stop_token_ids(config, tokenizer)
     opened: list[Engine | Scorer | EmulatedScorer] = []
 

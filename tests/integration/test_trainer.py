@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dora.errors import DeadlineError
+from dora.errors import DeadlineError, PolicyError
 from dora.schemas.records import Policy, RunStarted
 from dora.weights.store import WeightStore
 from dora.weights.tensors import read_tensors, weights_checksum
@@ -87,6 +87,16 @@ def test_a_batch_that_does_not_come_ends_in_a_message_that_says_what_is_missing(
         pytest.raises(DeadlineError, match=r"1 of 2 groups finished .*version 0: 1 groups"),
     ):
         world.train(world.config(steps=1, batch_timeout_seconds=2.0))
+
+
+def test_a_learning_rate_that_makes_no_numbers_ends_the_run_with_the_step_and_what_to_do(
+    world: World,
+) -> None:
+    with fed(world), pytest.raises(PolicyError, match=r"diverged in step [12]: ") as ended:
+        world.train(world.config(steps=3, optimizer={"learning_rate": 1e30}))
+    assert "trainer.optimizer.learning_rate" in str(ended.value)
+    assert ended.value.permanent, "a restart would not help"
+    assert [step for step in world.steps() if step.kind == "step"] == []
 
 
 def test_a_complete_run_ends_at_once_without_its_model(world: World, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     model = make_model(tmp_path)
     for file in model.glob("*token*"):
         file.unlink()
-    with pytest.raises(PolicyError, match="policy.model: "):
+    with pytest.raises(PolicyError, match=r"policy\.model: "):
         load_tokenizer(PolicySection(model=str(model)))
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from dora.config import Config
 from dora.consumers.learner.batches import Sample
+from dora.errors import PolicyError
 from dora.weights.models import model_directory
 
 if TYPE_CHECKING:
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
     from dora.log.trained_records import Place
 
 Floats = npt.NDArray[np.float32]
+
+
+def diverged(step: int, what: str) -> PolicyError:
+    """The error of a step that gives `what` is no number: started again, it would do so again."""
+    return PolicyError(
+        f"training diverged in step {step}: {what}; nothing of this step is published",
+        hint="Lower trainer.optimizer.learning_rate or trainer.optimizer.gradient_clip, or set "
+        "trainer.loss.clip_dual and trainer.loss.importance_cap, and start the same command again: "
+        "it goes on from the step before with the new values.",
+    )
 
 
 class Learner(Protocol):

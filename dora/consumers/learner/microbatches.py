@@ -26,6 +26,7 @@ from dora.consumers.learner.batches import (
     micro_batches,
     unit_weights,
 )
+from dora.consumers.learner.learner import diverged
 from dora.consumers.learner.losses import LossParts, TokenTerms, policy_loss
 from dora.consumers.learner.model import PolicyModel, model_inputs
 from dora.errors import PolicyError
@@ -297,13 +298,8 @@ class MicroBatchRunner:
         """Stop before weights that are no numbers are published. float16 scales its loss and skips
         such updates itself."""
         if not math.isfinite(norm) and self._config.policy.dtype != "float16":
-            raise PolicyError(
-                f"the gradient of optimizer update {update} is {norm}; nothing of this step "
-                "is published",
-                hint="Training diverged, or the model overflows. Lower "
-                "trainer.optimizer.learning_rate, or set trainer.loss.clip_dual and "
-                "trainer.loss.importance_cap; changed values need a new run.name.",
-            )
+            step = update // self._config.trainer.updates_per_step + 1
+            raise diverged(step, f"the gradient of optimizer update {update} is {norm}")
 
     def _clip(self) -> float:
         parameters = [p for p in self._engine.module.parameters() if p.grad is not None]

@@ -19,7 +19,7 @@ from dora.bus.reader import LogReader
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics
 from dora.config import Config
-from dora.consumers.learner.learner import Learner
+from dora.consumers.learner.learner import Learner, diverged
 from dora.consumers.trainer.checkpoints import (
     Checkpoints,
     checkpoint_name,
@@ -27,7 +27,7 @@ from dora.consumers.trainer.checkpoints import (
 )
 from dora.core.processes import WeightUser, needless, weight_user
 from dora.core.ring import slot_partitions
-from dora.errors import DeadlineError
+from dora.errors import DeadlineError, PolicyError
 from dora.log.ledger import History
 from dora.log.presence import recent_statuses
 from dora.schemas.records import Policy, RunStarted, SlotOffset, Status, pack_logprobs, pack_tokens
@@ -119,10 +119,24 @@ class Publisher:
 
     def publish(self, version: int) -> Policy:
         """Store the learner's weights as `version`; returns the record that announces them, with
-        the canary under these weights and the offsets from which on the topics concern it."""
-        published = self._write(version)
+        the canary under these weights and the offsets from which on the topics concern it.
+
+        Raises PolicyError, before anything is stored, if these weights give no numbers.
+        """
         config = self._config
         tokens = canary_tokens(config.run.seed, self._learner.vocabulary, config.max_model_len)
+        logprobs = self._learner.sequence_logprobs(tokens)
+        if not np.isfinite(logprobs).all():
+            what = "the new weights give log-probabilities that are no numbers"
+            raise (
+                diverged(version, what)
+                if version
+                else PolicyError(
+                    f"the model {config.policy.model} gives log-probabilities that are no numbers",
+                    hint="Its weights are damaged, or overflow in policy.dtype.",
+                )
+            )
+        published = self._write(version)
         topics = self._topics
         slots = [
             (topic, index)
@@ -142,7 +156,7 @@ class Publisher:
             files=published.files,
             weights_checksum=published.checksum,
             canary_token_ids=pack_tokens(np.asarray(tokens, dtype=np.int32)),
-            canary_logprobs=pack_logprobs(self._learner.sequence_logprobs(tokens)),
+            canary_logprobs=pack_logprobs(logprobs),
             slots=tuple(SlotOffset(*slot, offsets[slot]) for slot in slots),
             created_ms=time.time_ns() // 1_000_000,
             inputs=self._inputs,

@@ -53,8 +53,8 @@ RULES = (
         "free",
         ("trainer", "policy.attention"),
         "waits, checkpoints, devices. Checkpoints fit only the ranks and the ZeRO stage that wrote "
-        "them, and a redo repeats bits only with the deepspeed, ranks, deterministic, packing and "
-        "attention of its time",
+        "them, and a redo repeats bits only with the deepspeed, ranks, sequence_parallel, "
+        "deterministic, packing and attention of its time",
     ),
     Rule(
         "free",

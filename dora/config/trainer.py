@@ -138,6 +138,10 @@ class TrainerSection(Section):
     ranks: Positive = 1
     """Trainer processes on this machine that share each step, started by DeepSpeed's launcher. For
     several machines start `dora train` with a launcher that sets RANK and WORLD_SIZE."""
+    sequence_parallel: Positive = 1
+    """Ranks that share each sequence, for long ones (DeepSpeed's Ulysses); must divide the ranks
+    and the model's attention heads. Each pass then has one sequence, and the mismatch between
+    engine and trainer is not measured."""
     rank_timeout_seconds: Seconds = 300.0
     """How long a rank waits for the others before all of them stop."""
     streamed: bool = False
@@ -154,10 +158,15 @@ class TrainerSection(Section):
     """The optimizer."""
 
     @model_validator(mode="after")
-    def _settings_of_its_own(self) -> "TrainerSection":
+    def _settings_fit(self) -> "TrainerSection":
         for key in self.deepspeed:
             if key in _RESERVED:
                 raise ValueError(f"trainer.deepspeed.{key}: set {_RESERVED[key]} instead")
+        if self.ranks > 1 and self.ranks % self.sequence_parallel:
+            raise ValueError(
+                f"trainer.ranks ({self.ranks}) must be a multiple of trainer.sequence_parallel "
+                f"({self.sequence_parallel})"
+            )
         return self
 
 
@@ -177,6 +186,8 @@ def check_streaming(trainer: TrainerSection, dtype: str, colocated: bool) -> Non
     """ValueError if a trainer cannot stream (`trainer.streamed`) policies of this `dtype`."""
     if trainer.ranks > 1:
         raise ValueError("trainer.streamed needs trainer.ranks = 1")
+    if trainer.sequence_parallel > 1:
+        raise ValueError("trainer.streamed needs trainer.sequence_parallel = 1")
     if colocated:
         raise ValueError(
             "trainer.streamed trains while groups are generated: remove schedule.colocated"

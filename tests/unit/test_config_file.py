@@ -144,6 +144,10 @@ def test_a_syntax_error_is_named_with_line_and_column(write: Write) -> None:
         ("[trainer.loss]\nlearning_rate = 1\n", ["did you mean trainer.optimizer.learning_rate?"]),
         ("[windw]\nx = 1\n", ["windw", "unknown section", "did you mean window?"]),
         ("[rollout]\ntemperature = 0.005\n", ["rollout.temperature", "or equal to 0.01"]),
+        (
+            "[trainer.loss]\npreset = 'ppo'\n",
+            ["trainer.loss.preset", "'ppo' given", "one of 'dapo'"],
+        ),
         ("[rollout]\ntop_p = 3\n", ["rollout.top_p", "3 given", "less than or equal to 1"]),
         ("[rollout]\ncapacity = 'many'\n", ["rollout.capacity", "'many' given", "a whole number"]),
         ("[rollout]\ncapacity = 1.5\n", ["1.5 given", "a whole number"]),

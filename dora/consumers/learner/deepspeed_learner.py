@@ -48,6 +48,7 @@ from dora.consumers.learner.model import (
     without_adapter,
 )
 from dora.consumers.learner.ranks import Leader, Member, together
+from dora.consumers.learner.sequence_parallel import share_sequences
 from dora.errors import PolicyError, WeightsError
 from dora.log.trained_records import Place
 from dora.weights.tensors import weights_checksum
@@ -95,11 +96,14 @@ class DeepSpeedLearner:
         self.adapter_settings = add_adapter(model, config) if config.policy.lora else None
         """Configuration of the adapter that is trained; None where all weights are."""
         policy = PolicyModel(model.to(self._device), config.trainer.logits_mib)
-        self.packed = packs(model, config.trainer.packing)
+        alone = config.trainer.sequence_parallel == 1
+        self.packed = alone and packs(model, config.trainer.packing)
         """Whether the sequences of a micro-batch are packed without padding."""
         self._reference: PolicyModel | None = None
         self._base: dict[str, torch.Tensor] | None = None
         self._load_reference(policy)
+        self._sequences = share_sequences(model, config.trainer.sequence_parallel)
+        self._share_sequences(policy)
         optimizer = torch.optim.AdamW(
             [parameter for parameter in policy.parameters() if parameter.requires_grad],
             lr=config.trainer.optimizer.learning_rate,
@@ -135,6 +139,15 @@ class DeepSpeedLearner:
         if self._leader is not None:
             self._leader.order(kind, **content)
 
+    @property
+    def _sharing(self) -> int:
+        return 1 if self._sequences is None else self._sequences.size
+
+    def _share_sequences(self, policy: PolicyModel) -> None:
+        for model in (policy, self._reference):
+            if model is not None:
+                model.sequences = self._sequences
+
     def _load_reference(self, policy: PolicyModel) -> None:
         """Load the starting policy, for the KL penalty, where one is configured."""
         absent = self._reference is None and self._base is None
@@ -162,6 +175,7 @@ class DeepSpeedLearner:
         if self._device.type == "cpu":
             torch.set_num_threads(config.trainer.threads)
         self._load_reference(self._engine.module)
+        self._share_sequences(self._engine.module)
         for model in (self._engine.module, self._reference):
             if model is not None:
                 model.logits_mib = config.trainer.logits_mib
@@ -219,7 +233,7 @@ class DeepSpeedLearner:
                 self._loss,
                 self._budget,
                 self._constant_length,
-                self.world,
+                self.world // self._sharing,
                 packed=self.packed,
             )
             for part in parts
@@ -228,7 +242,7 @@ class DeepSpeedLearner:
             located = [list(chain(*part)) for part in split_groups(places, updates)]
             shards = [
                 [
-                    shard_message(plan, rank, part, where)
+                    shard_message(plan, rank // self._sharing, part, where)
                     for plan, part, where in zip(plans, parts, located, strict=True)
                 ]
                 for rank in range(self.world)
@@ -236,7 +250,7 @@ class DeepSpeedLearner:
             self._leader.order("update", shards, version=version)
         samples = list(chain(*parts))
         mismatch = Mismatch()
-        if self._stage < 3 or self.world == 1:
+        if self.world == 1 or (self._stage < 3 and self._sequences is None):
             self._observe(samples, probes, version, mismatch)
         own = [
             build_shard(plan.ranks[0], part, plan.weights, packed=self.packed)
@@ -262,7 +276,8 @@ class DeepSpeedLearner:
                     old = proximal[index][number] if proximal else None
                     last = number == len(part.batches) - 1
                     losses, logprobs = runner.learn(batch, old, last=last)
-                    if batch.weights.any():
+                    # of ranks that share sequences one counts their tokens
+                    if batch.weights.any() and self.rank % self._sharing == 0:
                         sums.loss += sums.add(losses, logprobs)
                         if index == 0:
                             drift_of(batch, logprobs, part.samples, version, mismatch)
@@ -326,6 +341,8 @@ class DeepSpeedLearner:
 
     @property
     def _budget(self) -> int:
+        if self._sequences is not None:
+            return 1  # one sequence a pass
         return self._config.trainer.max_tokens_per_micro_batch
 
     def _comparable(self, samples: Sequence[Sample], version: int) -> list[Sample]:
@@ -382,7 +399,7 @@ class DeepSpeedLearner:
     def sequence_logprobs(self, token_ids: Sequence[int]) -> Floats:
         """Plain log-probabilities [n - 1] (temperature 1, whole vocabulary) of each token after the
         first: what the canary is compared with."""
-        if self._stage == 3:
+        if self._stage == 3 or self._sequences is not None:
             self._order("score", tokens=list(token_ids))
         tokens = torch.tensor([list(token_ids)], device=self._device)
         count = len(token_ids) - 1

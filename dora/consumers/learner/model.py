@@ -4,6 +4,7 @@ A forward pass has no randomness (all dropout is off), computes logits only wher
 is predicted, and its log-probabilities are those of the distribution sampled from.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from dora.config import Config
 from dora.consumers.learner.batches import MicroBatch
 from dora.consumers.learner.losses import token_logprobs
+from dora.consumers.learner.sequence_parallel import SequenceGroup
 from dora.errors import PolicyError, first_line
 from dora.weights.adapters import DOWN, PREFIX, UP
 from dora.weights.models import check_model_directory
@@ -161,6 +163,8 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self.logits_mib = logits_mib
+        self.sequences: SequenceGroup | None = None
+        """The ranks that share each sequence with this one."""
         self._chunked = _is_head_of_body(model)
         if not self._chunked:
             log.warning(
@@ -195,12 +199,18 @@ class PolicyModel(nn.Module):
     ) -> torch.Tensor:
         """`function` of the logits that predict `targets`, chunk by chunk; it needs `copies` times
         the memory of its logits in float32."""
+        count, share = len(targets), self.sequences
+        if share is not None:
+            part = share.part(token_ids, places)
+            token_ids, position_ids, places = part.token_ids, part.position_ids, part.places
+            targets = targets[part.own]
         inputs: dict[str, Any] = {"input_ids": token_ids, "use_cache": False}
         if position_ids is not None:
             inputs["position_ids"] = position_ids
         if not self._chunked:
             logits = self.model(**inputs).logits
-            return function(logits.flatten(0, 1)[places], targets)
+            found = function(logits.flatten(0, 1)[places], targets)
+            return found if share is None else share.whole(found, part.own, count)
         body, head = _parts(self.model)
         hidden = body(**inputs).last_hidden_state.flatten(0, 1)[places]
         entry = 4 * copies + (0 if hidden.dtype == torch.float32 else hidden.element_size())
@@ -211,9 +221,10 @@ class PolicyModel(nn.Module):
 
         if torch.is_grad_enabled():
             one = partial(checkpoint, one, use_reentrant=False, preserve_rng_state=False)
-        count = _chunks(head, -(-len(targets) // size))
-        pairs = zip(hidden.tensor_split(count), targets.tensor_split(count), strict=True)
-        return torch.cat([one(states, chosen) for states, chosen in pairs])
+        chunks = _chunks(head, -(-len(targets) // size))
+        pairs = zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
+        found = torch.cat([one(states, chosen) for states, chosen in pairs])
+        return found if share is None else share.whole(found, part.own, count)
 
 
 def _chunks(head: nn.Module, own: int) -> int:
@@ -242,9 +253,12 @@ def _is_head_of_body(model: Any) -> bool:
     if body is model or head is None:
         return False
     tokens = torch.tensor([[0, 1]], device=next(model.parameters()).device)
+    inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = torch.arange(2, device=tokens.device)[None]
     with torch.no_grad():
-        whole = model(tokens, use_cache=False).logits.float()
-        states = body(tokens, use_cache=False)
+        whole = model(**inputs).logits.float()
+        states = body(**inputs)
         if not hasattr(states, "last_hidden_state"):
             return False
         found = head(states.last_hidden_state).float()

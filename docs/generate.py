@@ -212,7 +212,7 @@ def _metric_row(metric: Metric) -> str:
     text = metric.help
     if metric.label == VERSION:
         text += " By `version`, for the versions of the window."
-    elif metric.label:
+    elif metric.values:
         text += f" By `{metric.label}`: {', '.join(metric.values)}."
     return f"| `{metric.name}` | {metric.kind} | {text} |"
 

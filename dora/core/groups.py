@@ -13,6 +13,9 @@ from dora.core.window import Candidate
 from dora.schemas.records import Purpose, Step, Trajectory
 
 _NUMBERS = re.compile(r"\d+")
+_LONGEST_SHOWN = 200
+_REASONS_HELD = 2_000
+OTHER_REASONS = "other reasons"
 NO_SIGNAL = "no_signal"
 """Reason for setting a group aside whose rewards are all equal."""
 
@@ -149,6 +152,15 @@ class EvaluationTally:
     reward_sum: float = 0.0
     generated_tokens: int = 0
 
+    def count(self, reward: float | None, success_threshold: float) -> None:
+        """One more trajectory is finished."""
+        self.finished += 1
+        if reward is None:
+            self.failed += 1
+        else:
+            self.reward_sum += reward
+            self.successes += reward >= success_threshold
+
     @property
     def complete(self) -> bool:
         """Whether all admitted trajectories are finished."""
@@ -204,36 +216,68 @@ class TokenSums:
         return self.known + self.missing * self.mean
 
 
-class SetAsideStreak:
-    """The groups that were set aside since the last one was trained, counted by reason.
+@dataclass(frozen=True, slots=True)
+class CommonReason:
+    """The commonest of the reasons for something that happened `total` times."""
 
-    Reasons that differ in numbers only, such as ids and times, count as one.
-    """
+    reason: str
+    """As it was first given."""
+    count: int
+    total: int
+
+    @property
+    def text(self) -> str:
+        """`27 of 30 because of: KeyError ...`, on one line."""
+        reason = " ".join(self.reason.split())
+        shown = reason if len(reason) <= _LONGEST_SHOWN else f"{reason[:_LONGEST_SHOWN]}..."
+        return f"{self.count} of {self.total} because of: {shown}"
+
+
+class ReasonTally:
+    """Counts reasons. Those that differ in numbers only, such as ids and times, count as one."""
 
     def __init__(self) -> None:
-        self.groups = 0
-        """Groups set aside since the last one was trained."""
+        self.total = 0
+        """Reasons counted."""
         self._counts: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
+
+    def add(self, reason: str) -> None:
+        """One more; beyond so many different ones it counts as one of `OTHER_REASONS`."""
+        kind = _NUMBERS.sub("#", reason)
+        if kind not in self._counts and len(self._counts) >= _REASONS_HELD:
+            kind = reason = OTHER_REASONS
+        self.total += 1
+        self._counts[kind] += 1
+        self._examples.setdefault(kind, reason)
+
+    def most(self, number: int) -> tuple[tuple[str, int], ...]:
+        """The commonest reasons, as they were first given, with their counts; then the rest, if
+        there is one, as `OTHER_REASONS`."""
+        top = [(k, c) for k, c in self._counts.most_common(number + 1) if k != OTHER_REASONS]
+        found = [(self._examples[kind], count) for kind, count in top[:number]]
+        rest = self.total - sum(count for _, count in found)
+        return (*found, (OTHER_REASONS, rest)) if rest else tuple(found)
+
+    @property
+    def commonest(self) -> CommonReason | None:
+        """The commonest reason; None without any."""
+        if not self._counts:
+            return None
+        reason, count = self.most(1)[0]
+        return CommonReason(reason, count, self.total)
+
+
+class SetAsideStreak:
+    """The groups that were set aside since the last one was trained, counted by reason."""
+
+    def __init__(self) -> None:
+        self.reasons = ReasonTally()
 
     def on_step(self, step: Step) -> None:
         """An entry of the ledger was committed."""
         if step.trained:
-            self.groups = 0
-            self._counts.clear()
-            self._examples.clear()
+            self.reasons = ReasonTally()
             return
         for ref in step.set_aside:
-            reason = ref.reason or "no reason"
-            kind = _NUMBERS.sub("#", reason)
-            self.groups += 1
-            self._counts[kind] += 1
-            self._examples.setdefault(kind, reason)
-
-    @property
-    def commonest(self) -> tuple[str, int] | None:
-        """The commonest reason, as it was first given, and its count; None without a streak."""
-        if not self._counts:
-            return None
-        kind, count = self._counts.most_common(1)[0]
-        return self._examples[kind], count
+            self.reasons.add(ref.reason or "no reason")

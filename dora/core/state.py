@@ -259,13 +259,8 @@ class RunState:
 
     def _tally(self, group: Group, finished: Finished) -> None:
         tally = self.evaluations[group.version]
-        tally.finished += 1
         tally.generated_tokens += finished.generated_tokens
-        if finished.reward is None:
-            tally.failed += 1
-        else:
-            tally.reward_sum += finished.reward
-            tally.successes += finished.reward >= self.success_threshold
+        tally.count(finished.reward, self.success_threshold)
 
     def commit(self, step: Step) -> None:
         """A ledger entry was seen; the ledger must be fed in its order, from its start.

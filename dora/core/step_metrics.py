@@ -5,6 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+PART = "reward_part_"
+"""Before the name of a reward part: the metric with its mean."""
+
 
 class VersionSpans:
     """The time from first start to last finish, by version."""
@@ -59,6 +62,13 @@ def success(evaluated: Sequence[float], steps: Sequence[Metrics]) -> Success:
 def total(steps: Iterable[Metrics], name: str) -> float:
     """The sum of a metric; steps without it count as 0."""
     return math.fsum(step.get(name, 0.0) for step in steps)
+
+
+def share(steps: Iterable[Metrics], name: str) -> float | None:
+    """Mean of a step's share over all trajectories; None if no step has it."""
+    pairs = [(s[name], s.get("trajectories", 1.0)) for s in steps if name in s]
+    weight = math.fsum(count for _, count in pairs)
+    return math.fsum(value * count for value, count in pairs) / weight if weight else None
 
 
 def idle_share(steps: Sequence[Metrics]) -> float | None:

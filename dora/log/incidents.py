@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dora.core.groups import NO_SIGNAL
+from dora.core.groups import NO_SIGNAL, CommonReason, ReasonTally
 from dora.core.scheduling.scheduler import RUN_COMPLETE
 from dora.log.schedule_log import Ordered
 from dora.schemas.records import Command, DeadLetter, Record, Status, Step
@@ -38,7 +38,11 @@ EVENTS_KEPT = 200
 """Events kept of each kind."""
 REASONS_KEPT = 20
 """Reasons shown of each kind; the others are added up."""
-_REASONS_HELD = 2_000
+
+
+def letter_reason(letter: DeadLetter) -> str:
+    """Why a dead letter was written, for people and for counting."""
+    return f"{letter.code}: {letter.reason}"
 
 
 def incident_kind(record: Record) -> IncidentKind | None:
@@ -103,7 +107,7 @@ class RecentIncidents:
                     "dead letter",
                     record.process,
                     record.trajectory_id,
-                    f"{record.code}: {record.reason}",
+                    letter_reason(record),
                 )
             case "set aside", Step():
                 for group in record.set_aside:
@@ -159,6 +163,11 @@ class Incidents:
     reasons: dict[IncidentKind, tuple[tuple[str, int], ...]]
     events: tuple[Incident, ...]
 
+    def commonest(self, kind: IncidentKind) -> str:
+        """The commonest reason of a kind with its count, for people; empty without one."""
+        found = self.reasons.get(kind, ())
+        return CommonReason(*found[0], self.counts[kind]).text if found else ""
+
     @property
     def total(self) -> int:
         """Number of incidents of all kinds."""
@@ -170,7 +179,7 @@ class IncidentTally:
     """Counts incidents of commands, statuses, dead letters and ledger entries."""
 
     _counts: Counter[IncidentKind] = field(default_factory=Counter)
-    _reasons: dict[IncidentKind, Counter[str]] = field(default_factory=dict)
+    _reasons: dict[IncidentKind, ReasonTally] = field(default_factory=dict)
     _events: dict[IncidentKind, list[Incident]] = field(default_factory=dict)
     _incarnations: dict[tuple[_Role, str], dict[str, int]] = field(default_factory=dict)
     """By role and process: when each incarnation was first heard of."""
@@ -206,7 +215,7 @@ class IncidentTally:
             case "dead letter", DeadLetter():
                 about = f"{record.trajectory_id}: " if record.trajectory_id else ""
                 text = f"{record.code}, {about}{record.reason} (from {record.process})"
-                self._add("dead letter", at, text, record.code)
+                self._add("dead letter", at, text, letter_reason(record))
             case "set aside", Step():
                 for group in record.set_aside:
                     reason = group.reason or "no reason"
@@ -240,7 +249,7 @@ class IncidentTally:
         events = [event for kept in self._events.values() for event in kept]
         return Incidents(
             counts=dict(self._counts),
-            reasons={kind: _most(found) for kind, found in self._reasons.items()},
+            reasons={kind: found.most(REASONS_KEPT) for kind, found in self._reasons.items()},
             events=tuple(sorted(events, key=lambda event: event.at_ms)),
         )
 
@@ -250,20 +259,10 @@ class IncidentTally:
 
     def _add(self, kind: IncidentKind, at_ms: int, text: str, reason: str) -> None:
         self._counts[kind] += 1
-        reasons = self._reasons.setdefault(kind, Counter())
-        if reason in reasons or len(reasons) < _REASONS_HELD:
-            reasons[reason] += 1
-        else:
-            reasons["other reasons"] += 1
+        self._reasons.setdefault(kind, ReasonTally()).add(reason)
         kept = self._events.setdefault(kind, [])
         if len(kept) < EVENTS_KEPT:
             kept.append(Incident(at_ms, kind, text))
-
-
-def _most(found: Counter[str]) -> tuple[tuple[str, int], ...]:
-    top = found.most_common(REASONS_KEPT)
-    rest = sum(found.values()) - sum(count for _, count in top)
-    return (*top, ("other reasons", rest)) if rest else tuple(top)
 
 
 def _attempt(record: Command) -> str:

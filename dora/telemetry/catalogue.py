@@ -2,8 +2,9 @@
 
 Names follow Prometheus' conventions (`dora_<role>_<what>_<base unit>`, `_total` for what
 only counts) and never change their meaning. A metric has at most one label besides `run`, `role`
-and `process`; its values are the closed set given here (anything else counts as `other`) or the
-versions of the window, so the number of series is bounded however long a run is.
+and `process`; its values are the closed set given here (anything else counts as `other`), the
+versions of the window, or the first 32 reward parts, so the number of series is bounded however
+long a run is.
 """
 
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ Role = Literal["process", "coordinator", "rollout", "trainer"]
 
 OTHER = "other"
 VERSION = "version"
+PART_LABEL = "part"
 COMMON = ("run", "role", "process")
 """Labels of every series: name of the run, role of the process, and its name."""
 
@@ -147,6 +149,15 @@ _TRAINER = (
            step="response_length_max"),
     _gauge("trainer", "dora_trainer_truncated_ratio", "Share of the last step's responses cut at "
            "rollout.max_new_tokens.", step="truncated_fraction"),
+    _gauge("trainer", "dora_trainer_unscored_ratio", "Share of the training responses read during "
+           "the last step that got no score.", step="unscored_fraction"),
+    _gauge("trainer", "dora_trainer_held_out_success_ratio", "Success on held-out prompts of the "
+           "newest version whose evaluation was complete.", step="held_out_success_rate"),
+    _gauge("trainer", "dora_trainer_held_out_reward_mean", "Mean reward on these.",
+           step="held_out_reward_mean"),
+    _gauge("trainer", "dora_trainer_held_out_version", "That version.", step="held_out_version"),
+    _gauge("trainer", "dora_trainer_reward_part_mean", "Means of the last step's reward parts, of "
+           "the first 32 by name.", label=PART_LABEL),
     _gauge("trainer", "dora_trainer_journal_lag_records", "Offsets between the trainer's position "
            "in the admission journal and its last stable offset."),
     _gauge("trainer", "dora_trainer_trajectories_lag_records", "Offsets between the trainer's "

@@ -24,6 +24,7 @@ from dora.config import Config
 from dora.core.processes import GONE, WORKING, allowed_silence
 from dora.core.scheduling.workers import WorkerRegistry
 from dora.core.state import RunState
+from dora.core.step_metrics import PART
 from dora.schemas.records import Admission, Command, Record, Status, Step
 from dora.telemetry.catalogue import COMMON, OTHER, STATES, Metric, bounded, facts_of, of_role
 from dora.telemetry.lag import LagProbe
@@ -111,6 +112,11 @@ class ExportingMeter(Meter, Collector):
         self.count("dora_trainer_steps_total")
         self.count("dora_trainer_groups_trained_total", len(step.trained))
         self._gauges["dora_trainer_last_step_timestamp_seconds"] = {"": self._wall()}
+        self._gauges["dora_trainer_reward_part_mean"] = {
+            name.removeprefix(PART): mean
+            for name, mean in step.metrics.items()
+            if name.startswith(PART)
+        }
         for metric in self._of_steps:
             amount = step.metrics.get(metric.step)
             if metric.kind == "gauge":

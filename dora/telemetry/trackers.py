@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from dora.atomic_write import atomic_write
 from dora.config import Config
+from dora.core.step_metrics import PART
 from dora.errors import ConfigError
 from dora.schemas.records import RunStarted, Step
 from dora.telemetry.meter import meter
@@ -31,6 +32,8 @@ CLOSE_SECONDS = 30.0
 _GROUPS = (
     (re.compile(r".*_seconds"), "time"),
     (re.compile(r"logprob_.*"), "mismatch"),
+    (re.compile(r"held_out_.*"), "held_out"),
+    (re.compile(rf"{PART}.*"), "reward_parts"),
     (re.compile(r"staleness_.*|live_versions|groups_.*|duplicates_.*"), "window"),
 )
 

@@ -6,12 +6,18 @@ import pytest
 
 from dora.config.trainer import LossSection
 from dora.consumers.learner.batches import batch_metrics
-from dora.consumers.trainer.batch_builder import BatchBuilder, ReadyGroup, prepare_samples
+from dora.consumers.trainer.batch_builder import (
+    PARTS_KEPT,
+    BatchBuilder,
+    ReadyGroup,
+    part_means,
+    prepare_samples,
+)
 from dora.core import ring
 from dora.core.state import RunState
 from dora.core.window import Window
 from dora.errors import RecordError
-from dora.schemas.records import Trajectory, VersionRun
+from dora.schemas.records import GroupRef, Trajectory, VersionRun
 from tests.unit.test_batches import trajectory
 from tests.unit.test_state import SIZE, admission, entry
 
@@ -96,3 +102,14 @@ def test_a_group_whose_samples_have_different_prompts_is_set_aside() -> None:
         builder.add_trajectory(named, 0, sample)
     (aside,) = builder.next_batch().set_aside
     assert aside.reason == "mixed_prompt: its 2 samples have 2 prompts"
+
+
+def test_reward_parts_of_a_batch_are_means_over_the_samples_that_have_them() -> None:
+    ref = GroupRef("g0", 0, 0, ())
+    groups = [
+        ReadyGroup(ref, (), ({"form": 1.0, "length": 2.0}, {"form": 0.0})),
+        ReadyGroup(ref, (), ({"form": 0.5},)),
+    ]
+    assert part_means(groups) == {"reward_part_form": 0.5, "reward_part_length": 2.0}
+    many = [ReadyGroup(ref, (), ({f"part{n:03}": 1.0 for n in range(100)},))]
+    assert len(part_means(many)) == PARTS_KEPT

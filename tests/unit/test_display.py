@@ -16,7 +16,8 @@ from dora.cli.tail.lines import as_line, as_object, version_of
 from dora.consumers.monitor.run_view import RunView
 from dora.consumers.monitor.snapshot import Snapshot
 from dora.consumers.monitor.summary import summarize, write_summary
-from dora.schemas.records import Command, DeadLetter, Record, RunStarted, Step
+from dora.core.groups import CommonReason
+from dora.schemas.records import Command, DeadLetter, GroupRef, Record, RunStarted, Step
 from tests.factories import admission, places_of, policy, run_started, status, step, trajectory
 
 
@@ -250,7 +251,9 @@ def test_plain_lines_tell_each_step_evaluation_and_change_once() -> None:
     view.handle(message(status("w0", "failed", at=22_500, message="canary differs")))
     display.update(view.snapshot(23_000), ())
     lines = stream.getvalue().splitlines()
-    assert lines[0].startswith("step 1/4  success 0.250  reward 0.300  stale 0.00  live 1")
+    assert lines[0].startswith(
+        "step 1/4  success 0.250  reward 0.300  truncated 0%  unscored 0%  stale 0.00  live 1"
+    )
     assert sum(line.startswith("step ") for line in lines) == 2
     assert "evaluation of version 2: success 1.000 of 1 held-out prompts" in lines
     assert lines[-2:] == [
@@ -272,7 +275,8 @@ def test_plain_lines_of_a_run_that_goes_on_pass_over_what_was_done_before() -> N
     view.handle(message(status("w0", "starting", at=32_000)))
     display.update(view.snapshot(33_000), ())
     assert stream.getvalue().splitlines() == [
-        "the run goes on after step 2/4  success 0.750  reward 0.800  stale 0.00  live 2  "
+        "the run goes on after step 2/4  success 0.750  reward 0.800  "
+        "truncated 0%  unscored 0%  stale 0.00  live 2  "
         "tok/s 4  mismatch 3.0e-03",
         "w0 starting",
     ]
@@ -339,3 +343,39 @@ def test_objects_hold_tokens_as_numbers() -> None:
 )
 def test_durations_are_for_people(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def set_aside(ordinal: int, reason: str) -> Step:
+    refs = (GroupRef(f"g{ordinal}", ordinal, 0, (), reason),)
+    made = step(ordinal, 0, (), {}, at=2_000)
+    return dataclasses.replace(made, kind="set_aside", version_out=0, set_aside=refs)
+
+
+def test_the_commonest_reasons_of_what_fails_are_shown_with_their_counts() -> None:
+    reasons = [
+        "verifier_raised: KeyError: 'x' in row 1",
+        "no_signal",
+        "verifier_raised: KeyError: 'x' in row 2",
+    ]
+    records: list[Record] = [run_started(at=1_000), policy(0)]
+    records += [admission(ordinal, 0) for ordinal in range(3)]
+    records += [set_aside(ordinal, reason) for ordinal, reason in enumerate(reasons)]
+    records += [DeadLetter("r", "stalled", f"no token for {n} s", "w0", n) for n in range(2)]
+    snapshot = fold(*records).snapshot(3_000)
+    assert snapshot.set_aside_reason == CommonReason(reasons[0], 2, 3)
+    text = " ".join(drawn(snapshot).split())
+    assert "groups set aside, 2 of 3 because of: verifier_raised: KeyError: 'x' in row 1" in text
+    assert "dead letters, 2 of 2 because of: stalled: no token for 0 s" in text
+    out = io.StringIO()
+    plain = PlainDisplay(Console(file=out, width=200))
+    for _ in range(2):
+        plain.update(snapshot, ())
+    assert out.getvalue().count("groups set aside, 2 of 3 because of") == 1
+
+
+def test_the_curve_of_a_run_without_success_shows_the_reward() -> None:
+    records = [run_started(at=1_000), policy(0), admission(0, 0)]
+    records.append(step(0, 0, [], {}, at=2_000, success_rate=0.0, reward_mean=-0.5))
+    lines = learning_curve(fold(*records).snapshot(3_000))
+    assert lines[0] == "reward in training, by step"
+    assert lines[-3].startswith(" -0.4")

@@ -23,7 +23,7 @@ from dora.errors import ConfigError
 from dora.schemas.records import GroupRef, Step
 from dora.telemetry import meter as metering
 from dora.telemetry import observed
-from dora.telemetry.catalogue import CATALOGUE, COMMON, OTHER, VERSION, bounded
+from dora.telemetry.catalogue import CATALOGUE, COMMON, OTHER, PART_LABEL, VERSION, bounded
 from dora.telemetry.endpoint import Endpoint
 from dora.telemetry.exporter import ExportingMeter
 from dora.telemetry.lag import lag_of
@@ -77,8 +77,8 @@ def test_names_follow_the_conventions(metric) -> None:
     for wrong in ("milliseconds", "_ms", "percent", "minutes", "count", "bytes_total_"):
         assert wrong not in metric.name
     assert metric.help.endswith(".")
-    # labels are bounded: known values, or the versions of the window
-    assert bool(metric.label) == bool(metric.values or metric.label == VERSION)
+    # labels are bounded: known values, the versions of the window, or the first reward parts
+    assert bool(metric.label) == bool(metric.values or metric.label in (VERSION, PART_LABEL))
 
 
 def test_no_name_is_used_twice() -> None:

@@ -103,7 +103,7 @@ def test_the_orders_at_the_end_of_a_run_are_no_incidents() -> None:
 def test_of_many_incidents_all_are_counted_and_the_first_are_kept() -> None:
     tally = IncidentTally()
     for number in range(1_000):
-        tally.handle(DeadLetter("r", f"code{number % 30}", "why", "w0", number))
+        tally.handle(DeadLetter("r", "code", "why " + "x" * (number % 30), "w0", number))
     found = tally.incidents()
     assert found.total == 1_000
     assert len(found.events) == EVENTS_KEPT

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora.core import ring
-from dora.core.groups import SetAsideStreak
+from dora.core.groups import CommonReason, ReasonTally, SetAsideStreak
 from dora.core.state import Finished, Group, RunState
 from dora.core.window import Window, pick_batch
 from dora.schemas.records import Admission, GroupRef, Purpose, SampleRef, Step
@@ -461,11 +461,22 @@ def test_trajectories_seen_again_change_nothing_but_the_surplus(seed: int) -> No
 
 def test_a_streak_counts_reasons_that_differ_in_numbers_as_one_until_a_group_is_trained() -> None:
     streak = SetAsideStreak()
-    assert streak.commonest is None
+    assert streak.reasons.commonest is None
     for ordinal in range(3):
         ref = GroupRef(f"g{ordinal}", ordinal, 0, (), f"KeyError: 'answer' in row {ordinal}")
         streak.on_step(entry(ordinal, 0, (), (ref,)))
     streak.on_step(entry(3, 0, (), (GroupRef("g3", 3, 0, (), "no_signal"),)))
-    assert (streak.groups, streak.commonest) == (4, ("KeyError: 'answer' in row 0", 3))
+    assert streak.reasons.commonest == CommonReason("KeyError: 'answer' in row 0", 3, 4)
+    assert streak.reasons.commonest.text == "3 of 4 because of: KeyError: 'answer' in row 0"
     streak.on_step(entry(4, 0, (GroupRef("g4", 4, 0, ()),), ()))
-    assert (streak.groups, streak.commonest) == (0, None)
+    assert streak.reasons.commonest is None
+
+
+def test_of_endless_different_reasons_the_commonest_are_kept_and_the_rest_is_counted() -> None:
+    tally = ReasonTally()
+    for number in range(5_000):
+        tally.add("letters " + "".join(chr(97 + int(digit)) for digit in str(number)))
+    for _ in range(3):
+        tally.add("letters a")
+    assert tally.most(1) == (("letters a", 4), ("other reasons", 4_999))
+    assert tally.commonest == CommonReason("letters a", 4, 5_003)

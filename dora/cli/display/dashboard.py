@@ -197,7 +197,8 @@ def _charts(snapshot: Snapshot) -> Section:
 
 def _figures(snapshot: Snapshot) -> Section:
     says = figures(snapshot)
-    rows = [["generated", "trained", "idle"], ["stale", "mismatch"], ["held-out"], ["amount"],
+    rows = [["generated", "trained", "idle"], ["stale", "mismatch"], ["truncated", "unscored"],
+            ["held-out"], ["amount"],
             ["aside", "dead", "ignored"]]  # fmt: skip
     if not any(point.finished for point in snapshot.evaluations):
         rows.remove(["held-out"])

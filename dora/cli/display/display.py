@@ -83,6 +83,7 @@ class PlainDisplay(Display):
         self._evaluated: set[int] = set()
         self._states: dict[str, str] = {}
         self._health = ""
+        self._aside = ("", 0)
         self._begun = False
 
     def close(self) -> None:
@@ -103,6 +104,11 @@ class PlainDisplay(Display):
                     f"evaluation of version {evaluation.version}: success "
                     f"{evaluation.success_rate:.3f} of {evaluation.finished} held-out prompts"
                 )
+        common = snapshot.set_aside_reason
+        # Told when it becomes the commonest, and each time that it has grown tenfold.
+        if common and (common.reason != self._aside[0] or common.count >= 10 * self._aside[1]):
+            self._aside = (common.reason, common.count)
+            self.note(f"groups set aside, {common.text}")
         for process in snapshot.processes:
             # Training and waiting, loading and ready alternate at each step: they are no news.
             busy = ("training", "waiting") if process.role == "trainer" else ("loading", "ready")
@@ -147,6 +153,8 @@ def step_line(point: StepPoint, snapshot: Snapshot) -> str:
             f"step {point.step}{target}",
             f"success {metrics.get('success_rate', 0.0):.3f}",
             f"reward {metrics.get('reward_mean', 0.0):.3f}",
+            f"truncated {metrics.get('truncated_fraction', 0.0):.0%}",
+            f"unscored {metrics.get('unscored_fraction', 0.0):.0%}",
             f"stale {metrics.get('staleness_mean', 0.0):.2f}",
             f"live {metrics.get('live_versions', 0.0):.0f}",
             f"tok/s {trained:,.0f}",
@@ -197,6 +205,7 @@ def _figures(snapshot: Snapshot) -> RenderableType:
     table.add_row(f"success {success}", f"reward {reward}", says["held-out"])
     table.add_row(says["generated"], says["trained"], says["amount"])
     table.add_row(says["stale"], says["idle"], says["mismatch"])
+    table.add_row(says["truncated"], says["unscored"], "")
     table.add_row(says["aside"], says["dead"], says["ignored"])
     return table
 
@@ -255,17 +264,22 @@ def _processes(processes: Sequence[ProcessView], children: Sequence[ChildView]) 
 
 
 def learning_curve(snapshot: Snapshot, *, width: int = 60, height: int = 8) -> list[str]:
-    """Training success over the steps as a text plot; empty before the first step."""
-    means = condensed([p.metrics.get("success_rate", 0.0) for p in snapshot.steps], width)
+    """Training success over the steps as a text plot, or the reward where no response succeeded;
+    empty before the first step."""
+    what, key = "success", "success_rate"
+    if not any(point.metrics.get(key) for point in snapshot.steps):
+        what, key = "reward", "reward_mean"
+    means = condensed([p.metrics.get(key, 0.0) for p in snapshot.steps], width)
     if not means:
         return []
     columns = len(means)
-    top = max(*means, 0.0) or 1.0
-    lines = ["success in training, by step"]
+    bottom, top = min(0.0, *means), max(0.0, *means)
+    span = top - bottom or 1.0
+    lines = [f"{what} in training, by step"]
     for row in range(height, 0, -1):
-        low = top * (row - 1) / height
+        low = bottom + span * (row - 1) / height
         cells = "".join("█" if mean > low else " " for mean in means)
-        lines.append(f"{top * row / height:6.2f} │{cells}")
+        lines.append(f"{bottom + span * row / height:6.2f} │{cells}")
     lines.append(" " * 7 + "└" + "─" * columns)
     first, last = str(snapshot.steps[0].step), str(snapshot.steps[-1].step)
     lines.append(" " * 8 + first + last.rjust(max(1, columns - len(first))))

@@ -40,13 +40,24 @@ def waiting_lines(snapshot: Snapshot) -> list[str]:
 
 
 def trouble_lines(snapshot: Snapshot) -> list[Text]:
-    """Why the run does not go on, what it waits for, and whether its numbers can be trusted."""
+    """Why the run does not go on, what it waits for, what fails most, and whether its numbers can
+    be trusted."""
     lines = [Text(f"  {reason}", style="red") for reason in snapshot.reasons]
     lines += [Text(f"  {line}", style="yellow") for line in waiting_lines(snapshot)]
+    lines += [Text(f"  {line}", style="yellow") for line in reason_lines(snapshot)]
     warning = emulation_warning(late_share(snapshot.processes))
     if warning is not None:
         lines.append(Text(f"  {warning}", style="yellow"))
     return lines
+
+
+def reason_lines(snapshot: Snapshot) -> list[str]:
+    """The commonest reasons of set-aside groups and of dead letters, with their counts."""
+    reasons = (
+        ("groups set aside", snapshot.set_aside_reason),
+        ("dead letters", snapshot.dead_letter_reason),
+    )
+    return [f"{what}, {reason.text}" for what, reason in reasons if reason is not None]
 
 
 def headline(snapshot: Snapshot) -> Text:
@@ -88,6 +99,8 @@ def figures(snapshot: Snapshot) -> dict[str, str]:
         f"of {snapshot.max_staleness}",
         "idle": "trainer idle " + ("-" if idle is None else f"{idle:.0%}"),
         "mismatch": "log-prob mismatch " + ("-" if mismatch is None else f"{mismatch:.1e}"),
+        "truncated": f"truncated {metrics.get('truncated_fraction', 0.0):.1%}",
+        "unscored": f"unscored {metrics.get('unscored_fraction', 0.0):.1%}",
         "aside": f"set aside {snapshot.groups_set_aside} groups",
         "dead": f"dead letters {snapshot.dead_letters}",
         "ignored": f"ignored {ignored} records",

@@ -16,12 +16,12 @@ from dora.consumers.monitor.snapshot import (
     assess,
 )
 from dora.consumers.monitor.waits import Progress, Sent, Wait, blocking, explain, starved
-from dora.core.groups import Group
+from dora.core.groups import Group, ReasonTally
 from dora.core.identity import success_threshold, tokens_per_step
 from dora.core.state import RunState, finished_facts
 from dora.core.step_metrics import VersionSpans
 from dora.core.window import Window
-from dora.log.incidents import RecentIncidents
+from dora.log.incidents import RecentIncidents, letter_reason
 from dora.log.presence import ProcessView
 from dora.schemas.records import (
     Admission,
@@ -70,7 +70,8 @@ class RunView:
         self._admitted_ms: dict[str, int] = {}
         self._sent: dict[str, Sent] = {}
         self._progress: Mapping[str, Progress] = {}
-        self._dead_letters = 0
+        self._set_aside = ReasonTally()
+        self._dead_letters = ReasonTally()
         self._unreadable = 0
         self._problems: list[str] = []
 
@@ -93,7 +94,7 @@ class RunView:
                 case Status():
                     self._statuses[value.process] = value
                 case DeadLetter():
-                    self._dead_letters += 1
+                    self._dead_letters.add(letter_reason(value))
                 case Step():
                     self._commit(value)
                 case Command(kind="start"):
@@ -170,7 +171,9 @@ class RunView:
             duplicates=counters.duplicates if counters else 0,
             late=counters.late if counters else 0,
             foreign=counters.foreign if counters else 0,
-            dead_letters=self._dead_letters,
+            dead_letters=self._dead_letters.total,
+            set_aside_reason=self._set_aside.commonest,
+            dead_letter_reason=self._dead_letters.commonest,
             unreadable=self._unreadable,
             problems=tuple(self._problems),
             whole_history=self.whole_history,
@@ -236,6 +239,8 @@ class RunView:
             raise ValueError("a step comes before the RunStarted record")
         self.state.commit(step)
         self._seen(step.created_ms)
+        for ref in step.set_aside:
+            self._set_aside.add(ref.reason or "no reason")
         if step.kind == "step":
             self._steps.append(StepPoint(step.version_out, step.created_ms, dict(step.metrics)))
             self._forget()

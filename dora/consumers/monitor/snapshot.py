@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dora.consumers.monitor.waits import Wait
+from dora.core.groups import CommonReason
 from dora.core.step_metrics import idle_share, mismatch_mean
 from dora.log.incidents import RecentIncident
 from dora.log.presence import ProcessView
@@ -114,6 +115,8 @@ class Snapshot:
     whole_history: bool
     live_versions_max: int
     incidents: tuple[RecentIncident, ...] = ()
+    set_aside_reason: CommonReason | None = None
+    dead_letter_reason: CommonReason | None = None
 
     @property
     def step(self) -> int:

@@ -36,6 +36,11 @@ class KeyNumbers:
     staleness_mean: float | None
     groups_trained: int
     groups_set_aside: int
+    set_aside_reason: str
+    """The commonest, with its count; empty without one."""
+    dead_letter_reason: str
+    truncated_share: float | None
+    unscored_share: float | None
     live_versions_max: int
     trainer_idle_share: float | None
     logprob_mismatch_mean: float | None

@@ -238,7 +238,24 @@ def key_numbers(numbers: Sequence[KeyNumbers]) -> list[Number]:
             "Groups trained",
             lambda n: n.groups_trained,
             integer,
-            lambda n: f"{integer(n.groups_set_aside)} set aside",
+            lambda n: (
+                f"{integer(n.groups_set_aside)} set aside"
+                + (f", {n.set_aside_reason}" if n.set_aside_reason else "")
+            ),
+        ),
+        row(
+            "Truncated",
+            lambda n: n.truncated_share,
+            percent,
+            lambda n: "of trained responses",
+            points=True,
+        ),
+        row(
+            "Unscored",
+            lambda n: n.unscored_share,
+            percent,
+            lambda n: f"dead letters, {n.dead_letter_reason}" if n.dead_letter_reason else "",
+            points=True,
         ),
         row("Live versions", lambda n: n.live_versions_max, integer, lambda n: "most at once"),
         row(

@@ -29,7 +29,7 @@ from dora.consumers.report.statistics import (
 from dora.consumers.report.timeline import Timeline, TimelineFold
 from dora.core.audit.report import AuditReport
 from dora.core.identity import schedule_of, success_threshold
-from dora.core.step_metrics import VersionSpans, idle_share, mismatch_mean, success, total
+from dora.core.step_metrics import VersionSpans, idle_share, mismatch_mean, share, success, total
 from dora.errors import DeadlineError, RunError, TopicError
 from dora.log.incidents import Incidents, IncidentTally
 from dora.log.run_log import RunLog
@@ -328,6 +328,10 @@ def _numbers(
         staleness_mean=sum(k * n for k, n in staleness.items()) / trained if trained else None,
         groups_trained=trained,
         groups_set_aside=sum(len(entry.set_aside) for entry in ledger),
+        set_aside_reason=incidents.commonest("set aside"),
+        dead_letter_reason=incidents.commonest("dead letter"),
+        truncated_share=share(metrics, "truncated_fraction"),
+        unscored_share=share(metrics, "unscored_fraction"),
         live_versions_max=tally.spans.most_at_once(),
         trainer_idle_share=idle_share(metrics),
         logprob_mismatch_mean=mismatch_mean(metrics),

@@ -7,22 +7,25 @@ for outstanding groups only, so memory is bounded by the window.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from dora.config import Config
 from dora.config.trainer import LossSection
 from dora.consumers.learner.batches import Sample, group_samples
 from dora.consumers.learner.learner import Learner
 from dora.consumers.trainer.heartbeat import Heartbeat
-from dora.core.groups import NO_SIGNAL, has_signal
+from dora.core.groups import NO_SIGNAL, CommonReason, has_signal
 from dora.core.state import Group, RunState, finished_facts
+from dora.core.step_metrics import PART
 from dora.core.streaming import next_group
 from dora.core.window import Blocked, Candidate, pick_batch
 from dora.errors import DeadlineError, RecordError
 from dora.schemas.records import GroupRef, SampleRef, Step, Trajectory, unpack_tokens
 
 _LONGEST_REASON = 500
+PARTS_KEPT = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class ReadyGroup:
 
     ref: GroupRef
     samples: tuple[Sample, ...]
+    parts: tuple[Mapping[str, float], ...] = ()
+    """Reward parts of its samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,17 @@ def group_ref(group: Group, reason: str | None = None) -> GroupRef:
     )
     short = None if reason is None else reason[:_LONGEST_REASON]
     return GroupRef(group.group_id, group.ordinal, group.version, samples, short)
+
+
+def part_means(groups: Iterable[ReadyGroup]) -> dict[str, float]:
+    """Mean of each reward part over the samples that have it, as `reward_part_NAME`; of the first
+    `PARTS_KEPT` parts by name."""
+    values: dict[str, list[float]] = {}
+    for group in groups:
+        for parts in group.parts:
+            for name, value in parts.items():
+                values.setdefault(name, []).append(value)
+    return {f"{PART}{name}": fmean(values[name]) for name in sorted(values)[:PARTS_KEPT]}
 
 
 class BatchBuilder:
@@ -172,7 +188,10 @@ class BatchBuilder:
             else:
                 prompts = len({trajectory.prompt_hash for trajectory in trajectories})
                 if prompts == 1:
-                    self._ready[group.group_id] = ReadyGroup(group_ref(group), samples)
+                    reward_parts = tuple(each.reward_parts for each in trajectories)
+                    self._ready[group.group_id] = ReadyGroup(
+                        group_ref(group), samples, reward_parts
+                    )
                     return
                 reason = f"mixed_prompt: its {len(trajectories)} samples have {prompts} prompts"
         self._set_aside[group.group_id] = group_ref(group, reason)
@@ -236,7 +255,8 @@ class BatchPoller:
     that would fill the window. It waits for a bounded time and then says what is missing.
 
     `poll` reads the log for at most so many seconds, `check` raises where the trainer cannot go on,
-    and `set_aside` commits that groups are set aside.
+    `set_aside` commits that groups are set aside, and `common_reason` says why they were since the
+    last step.
     """
 
     def __init__(
@@ -249,6 +269,7 @@ class BatchPoller:
         poll: Callable[[float], None],
         check: Callable[[], None],
         set_aside: Callable[[tuple[GroupRef, ...]], None],
+        common_reason: Callable[[], CommonReason | None],
     ) -> None:
         self._timeout = config.trainer.batch_timeout_seconds
         self._builder = builder
@@ -257,6 +278,7 @@ class BatchPoller:
         self._poll = poll
         self._check = check
         self._set_aside = set_aside
+        self._common_reason = common_reason
 
     def wait_for_batch(self, stop: threading.Event) -> PolledBatch | None:
         """Poll until a batch is admissible; None if `stop` was set first.
@@ -309,10 +331,12 @@ class BatchPoller:
                 aside_at = now
                 continue
             if now - since > self._timeout:
+                common = self._common_reason()
+                aside = "" if common is None else f"; groups set aside since, {common.text}"
                 raise DeadlineError(
                     f"no batch became admissible in {self._timeout:g} s at version "
                     f"{self._state.newest}: {decision.blocked.reason} "
-                    f"({self._builder.outstanding_text()})",
+                    f"({self._builder.outstanding_text()}){aside}",
                     hint="See which processes live with `dora status`; a longer wait is "
                     "trainer.batch_timeout_seconds.",
                 )

@@ -21,14 +21,14 @@ from dora.bus.writer import LogWriter
 from dora.config import Config
 from dora.consumers.learner.learner import Learner, create_learner, starting_model
 from dora.consumers.learner.ranks import Leader
-from dora.consumers.trainer.batch_builder import BatchBuilder, BatchPoller
+from dora.consumers.trainer.batch_builder import BatchBuilder, BatchPoller, part_means
 from dora.consumers.trainer.checkpoints import Checkpoints
 from dora.consumers.trainer.heartbeat import PROCESS, Heartbeat
 from dora.consumers.trainer.origin import OriginStep
 from dora.consumers.trainer.publication import Publisher, WeightUsers
 from dora.consumers.trainer.recovery import Deviation, Recovery
 from dora.consumers.trainer.step_reports import StepReports
-from dora.core.groups import NO_SIGNAL, SetAsideStreak
+from dora.core.groups import NO_SIGNAL, EvaluationTally, SetAsideStreak
 from dora.core.processes import GONE
 from dora.core.state import RunState
 from dora.errors import BusError, DoraError, FencedError, RunError, TaskError
@@ -55,6 +55,7 @@ READ_SECONDS = 300.0
 STREAK_STEPS = 8
 """So many steps' groups are set aside in a row before the run stops, unless configured."""
 PROBES = 8
+_EVALUATIONS_KEPT = 8
 _LOOKS = 3
 """So often the ledger is read before the takeover, if it seems to be torn."""
 
@@ -244,6 +245,7 @@ class Trainer:
             poll=self._poll,
             check=self._check,
             set_aside=self._set_aside,
+            common_reason=lambda: self._streak.reasons.commonest,
         )
         self._publisher = Publisher(
             self._config,
@@ -327,6 +329,9 @@ class Trainer:
         surplus = self._state.counters.duplicates + self._state.counters.late
         metrics |= {
             "live_versions": float(self._records.live_versions()),
+            "unscored_fraction": self._records.unscored_share(),
+            **self._records.held_out(),
+            **part_means(decision.batch),
             "duplicates_ignored": float(surplus),
             "idle_seconds": train_from - waited_from - polled.computed_seconds,
             "train_seconds": publish_from - train_from + polled.computed_seconds,
@@ -366,19 +371,18 @@ class Trainer:
         limit = self._config.trainer.max_set_aside_in_row
         if limit is None:
             limit = STREAK_STEPS * self._config.window.groups_per_step
-        if not limit or self._streak.groups < limit or self._streak.commonest is None:
+        common = self._streak.reasons.commonest
+        if not limit or common is None or common.total < limit:
             return
-        reason, count = self._streak.commonest
         hint = (
             "All rewards of a group are equal. Look at responses with `dora inspect "
             f"{self._run}`; make the task easier, or set trainer.loss.drop_no_signal = false."
-            if reason == NO_SIGNAL
+            if common.reason == NO_SIGNAL
             else f"`dora tail {self._run} -t dead-letters` shows what could not be used. Correct "
             "the cause and start the run again: it goes on with new groups."
         )
         raise TaskError(
-            f"{self._streak.groups} groups in a row were set aside and none was trained; "
-            f"{count} of them because of: {reason}",
+            f"{common.total} groups in a row were set aside and none was trained, {common.text}",
             hint=f"{hint} trainer.max_set_aside_in_row sets how many it takes.",
         )
 
@@ -444,11 +448,36 @@ class RecordHandler:
         )
         self._heartbeat = heartbeat
         self._live_versions = 0
+        self._read = self._unscored = 0
+        self._held_out: dict[int, dict[str, float | None]] = {}  # rewards by version, trajectory
+        self._prompts_held_out = config.evaluation.prompts
+        self._success_threshold = config.task.success_threshold
 
     def live_versions(self) -> int:
         """Most versions with unfinished groups at the same time since the last call."""
         most, self._live_versions = self._live_versions, 0
         return most
+
+    def unscored_share(self) -> float:
+        """Share of the training responses read since the last call that got no score."""
+        share = self._unscored / self._read if self._read else 0.0
+        self._read = self._unscored = 0
+        return share
+
+    def held_out(self) -> dict[str, float]:
+        """Metrics of the newest version whose evaluation is complete; empty without one."""
+        prompts = self._prompts_held_out
+        done = [version for version, seen in self._held_out.items() if len(seen) == prompts]
+        if not done:
+            return {}
+        tally = EvaluationTally(max(done), admitted=prompts)
+        for reward in self._held_out[tally.version].values():
+            tally.count(reward, self._success_threshold)
+        return {
+            "held_out_version": float(tally.version),
+            "held_out_success_rate": tally.success_rate,
+            "held_out_reward_mean": tally.reward_mean,
+        }
 
     def handle(self, messages: Iterable[Message]) -> None:
         """Handle what was read.
@@ -461,7 +490,11 @@ class RecordHandler:
             match value:
                 case Unreadable():
                     self._unreadable(message, value)
-                case Trajectory() if value.purpose == "train":
+                case Trajectory() if value.purpose == "eval":
+                    self._evaluated(value)
+                case Trajectory():
+                    self._read += 1
+                    self._unscored += value.reward is None
                     self._builder.add_trajectory(value, message.partition, message.offset)
                 case Admission() if value.purpose == "train":
                     self._admit(value, message)
@@ -472,6 +505,12 @@ class RecordHandler:
                 case _:
                     pass
         self._live_versions = max(self._live_versions, len(self._state.live_versions()))
+
+    def _evaluated(self, record: Trajectory) -> None:
+        seen = self._held_out.setdefault(record.policy_version, {})
+        seen.setdefault(record.trajectory_id, record.reward)
+        for version in sorted(self._held_out)[:-_EVALUATIONS_KEPT]:
+            del self._held_out[version]
 
     def _admit(self, admission: Admission, message: Message) -> None:
         place = f"{message.topic} offset {message.offset}"

@@ -3,14 +3,10 @@
 import json
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from dora.bus import ClusterSettings, LogWriter, TopicAdmin
-from dora.config import Config
 from dora.schemas.records import RunStarted, Step
 from tests.factories import status
 from tests.small_run import SmallRun, dora, refused
@@ -39,17 +35,14 @@ def looked(command: str, world: World, *options: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("made", [World.emulated, World.config])
-def test_each_step_is_redone_with_the_values_of_its_time(
-    world: World, made: Callable[..., Config]
-) -> None:
+def test_each_step_is_redone_with_the_values_of_its_time(world: World) -> None:
     checkpoints = world.directory / world.name / "checkpoints"
     with fed(world):
         for steps, change in zip((2, 4, 5), CHANGES, strict=True):
-            world.train(made(world, steps, checkpoint_every=3, **change))
+            world.train(world.config(steps, checkpoint_every=3, **change))
         shutil.rmtree(next(checkpoints.glob("step-00000003-*")))
         assert not list(checkpoints.iterdir()), "all five steps are redone, bit by bit"
-        world.train(made(world, 6, checkpoint_every=3, optimizer={"learning_rate": 1e-4}))
+        world.train(world.config(6, checkpoint_every=3, optimizer={"learning_rate": 1e-4}))
     steps = world.steps()
     assert [s.version_out for s in steps] == [1, 2, 3, 4, 5, 6]
     changed = [s.version_out for s in steps if s.settings]
@@ -138,5 +131,6 @@ def test_a_start_that_is_refused_for_a_property_makes_nothing(
     for command in ("run", "topics create", "train", "coordinator", "rollout"):
         result = dora(*command.split(), str(small.path), "-b", small.address, *bad)
         refused(result, 2, "a Kafka property is not accepted", "max.poll.interval.ms")
+    refused(small.dora("run", "--set", f"run.directory={small.data}/runs"), 1, "cannot write to")
     with TopicAdmin(settings) as admin:
         assert admin.existing(small.name) == []

@@ -3,7 +3,6 @@
 import json
 import shutil
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -41,10 +40,10 @@ def version_0(world: World) -> Policy:
     return next(r for r in world.read(world.topics.policies) if isinstance(r, Policy))
 
 
-@pytest.mark.parametrize("made", [World.emulated, World.config])
 def test_a_run_begins_with_the_weights_and_the_optimizer_of_a_step_of_another(
-    world: World, made: Callable[..., Config]
+    world: World,
 ) -> None:
+    made = World.config
     with fed(world):
         for steps, rate in ((1, 1e-3), (3, 4e-3)):
             world.train(made(world, steps, checkpoint_every=2, optimizer={"learning_rate": rate}))
@@ -61,17 +60,16 @@ def test_a_run_begins_with_the_weights_and_the_optimizer_of_a_step_of_another(
         assert version_0(run).weights_checksum == old[1].weights_checksum
     (first,), (same,) = kept.steps(), redone.steps()
     assert first.weights_checksum == same.weights_checksum, "by checkpoint or by redo: all of it"
-    if made is World.config:
-        fresh = new_run(world, "fresh")
-        policies = [r for r in world.read(world.topics.policies) if isinstance(r, Policy)]
-        config = made(fresh, 1)
-        stored = WeightStore.of(made(world, 3)).fetch(policies[2], world.directory / "cache")
-        policy = config.policy.model_copy(update={"model": str(stored)})
-        alone = config.model_copy(update={"policy": policy})
-        with fed(fresh):
-            fresh.train(alone)
-        assert version_0(fresh).weights_checksum == old[1].weights_checksum
-        assert fresh.steps()[0].weights_checksum != first.weights_checksum, "Adam's moments"
+    fresh = new_run(world, "fresh")
+    policies = [r for r in world.read(world.topics.policies) if isinstance(r, Policy)]
+    config = made(fresh, 1)
+    stored = WeightStore.of(made(world, 3)).fetch(policies[2], world.directory / "cache")
+    policy = config.policy.model_copy(update={"model": str(stored)})
+    alone = config.model_copy(update={"policy": policy})
+    with fed(fresh):
+        fresh.train(alone)
+    assert version_0(fresh).weights_checksum == old[1].weights_checksum
+    assert fresh.steps()[0].weights_checksum != first.weights_checksum, "Adam's moments"
     # the new run's own checkpoint is gone: it is redone from what it began with
     shutil.rmtree(next((kept.directory / kept.name / "checkpoints").glob("step-00000001-*")))
     with fed(kept):
@@ -105,20 +103,27 @@ def test_dora_run_begins_a_new_run_from_a_step(small: SmallRun, settings: Cluste
     refused(run("--from", f"{small.name}@1", "--as", "New Run"), 2, "--as New Run")
     with TopicAdmin(settings) as admin:
         assert admin.existing(new) == [], "a refused start makes nothing"
-    changed = ("--set", "window.max_staleness=2", "--set", "window.group_size=4")
-    for _ in ("begin", "go on"):
-        result = run("--from", f"{small.name}@1", "--as", new, *changed)
-        assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["steps"] == 2
     address = ("-b", small.address)
-    plain = dora("run", "--from", f"{small.name}@2", "--as", "third", *address, "--plain")
-    assert plain.exit_code == 0, plain.output
-    written = small.directory / "third.toml"
-    assert f"wrote {written}, with what {small.name}@2 was trained with" in plain.stderr
-    assert load_config(written).trainer == small.config().trainer
-    assert dora("run", str(written), *address, "--plain").exit_code == 0, "it is complete"
-    again = dora("run", "--from", f"{small.name}@1", "--as", "third", *address)
-    refused(again, 2, f"{written}: File exists", "dora run CONFIG --from")
     refused(dora("run", *address), 2, "no configuration file is named")
-    report = dora("replay", new, "-b", small.address, "--json", "--no-checkpoint")
+    changed = ("--set", "window.max_staleness=2", "--set", "window.group_size=4")
+    begun = (
+        "run",
+        "--from",
+        f"{small.name}@1",
+        "--as",
+        new,
+        *changed,
+        *address,
+        "--plain",
+        "--json",
+    )
+    result = dora(*begun)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["steps"] == 2
+    written = small.directory / f"{new}.toml"
+    assert f"wrote {written}, with what {small.name}@1 was trained with" in result.stderr
+    config = load_config(written)
+    assert (config.trainer, config.window.group_size) == (small.config().trainer, 4)
+    refused(dora(*begun), 2, f"{written}: File exists", "dora run CONFIG --from")
+    report = dora("replay", new, *address, "--json", "--no-checkpoint")
     assert json.loads(report.stdout)["identical"], report.output

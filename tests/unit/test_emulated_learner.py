@@ -106,12 +106,26 @@ def test_weights_tell_what_was_trained_and_in_which_order() -> None:
     assert len(checksums) == 5
 
 
+def test_weights_tell_with_which_learning_rate_and_loss_they_were_trained() -> None:
+    checksums = set()
+    for change in ({}, {"optimizer": {"learning_rate": 0.5}}, {"loss": {"kind": "gspo"}}):
+        learner = learner_of(VirtualTime())
+        learner.configure(configured(trainer={"steps": 1, "engine": "emulated", **change}))
+        metrics = learner.update(GROUPS, 0)
+        assert metrics["learning_rate"] == (0.5 if "optimizer" in change else 1e-6)
+        checksums.add(learner.weights_checksum())
+    assert len(checksums) == 3
+
+
 def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     one, other = learner_of(VirtualTime()), learner_of(VirtualTime())
     one.update(GROUPS, 0)
     one.save_checkpoint(tmp_path)
     other.load_checkpoint(tmp_path)
     assert other.updates == 1
+    fresh = learner_of(VirtualTime())
+    fresh.load_checkpoint(tmp_path, updates=0)
+    assert fresh.updates == 0 and fresh.weights_checksum() == other.weights_checksum()
     one.update(GROUPS, 1)
     other.update(GROUPS, 1)
     assert one.weights_checksum() == other.weights_checksum()

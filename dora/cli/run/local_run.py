@@ -24,6 +24,7 @@ from dora.bus.topics import RunTopics, TopicAdmin, topic_plan
 from dora.cli.display.display import Display, PlainDisplay, learning_curve, open_display
 from dora.cli.options import SECRET_SETS, ConfigSource, registry_arguments, with_broker
 from dora.cli.run.log_while_waiting import log_while_waiting
+from dora.cli.run.preflight import check_machine
 from dora.cli.run.prepare import needs_preparation
 from dora.cli.run.processes import child_command, child_environment, child_specs
 from dora.cli.run.supervisor import SupervisionError, Supervisor
@@ -82,6 +83,7 @@ class LocalRun:
 
         SystemExit with 130 or 143 when interrupted; SupervisionError when a part cannot go on.
         """
+        check_machine(self._config)
         directory = self._config.run_directory
         directory.mkdir(parents=True, exist_ok=True)
         lock = FileLock(directory / "run.lock", timeout=0)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dora.cli.run.prepare import needs_preparation
 from dora.config import Config
-from dora.errors import DoraError, PolicyError, TaskError
+from dora.errors import DoraError, PolicyError, RunError, TaskError
 
 if TYPE_CHECKING:
     from dora.producers.tasks.base import Task
@@ -45,6 +45,23 @@ def preflight(config: Config, broker_directory: Path) -> list[Check]:
     checks += _guarded("kafka", lambda each: _kafka(each, broker_directory), config)
     checks.append(Check("processes", "plan", f"start {', '.join(process_names(config))}"))
     return checks
+
+
+def check_machine(config: Config) -> None:
+    """RunError with what this machine lacks, as far as it is seen without loading anything: before
+    a run makes its topics."""
+    found = [
+        check
+        for subject, look in (
+            ("libraries", _libraries),
+            ("traces.endpoint", _watching),
+            ("run directory", _run_directory),
+        )
+        for check in _guarded(subject, look, config)
+        if check.outcome == "problem"
+    ]
+    if found:
+        raise RunError("; ".join(f"{check.subject}: {check.detail}" for check in found))
 
 
 def process_names(config: Config) -> list[str]:

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from dora.bus.offsets import Partition
 from dora.bus.reader import LogReader
 from dora.bus.topics import RunTopics
-from dora.core.processes import GONE, allowed_silence
+from dora.core.processes import GONE, PATIENT, allowed_silence
 from dora.schemas.records import ProcessState, Status
 
+QUIET_SECONDS = 6.0
 STATUSES_READ_BACK = 20_000
 """A process whose last status lies further back in the topic reports again, or has long ended."""
 
@@ -73,6 +74,12 @@ class ProcessView:
     def alive(self) -> bool:
         """Whether the process still reports."""
         return not self.ended and not self.silent
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it should have reported several times since, but does not count as lost yet."""
+        late = self.state not in PATIENT and self.age_seconds >= QUIET_SECONDS
+        return late and not self.silent and not self.ended
 
     @property
     def place(self) -> str:

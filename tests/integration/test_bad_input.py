@@ -208,6 +208,20 @@ def test_a_verifier_that_cannot_be_loaded_is_refused_before_anything_is_generate
     refused(small.dora("rollout", "--set", f"task.verifier={verifier}"), 1, verifier, *parts)
 
 
+def test_a_verifier_that_always_fails_is_refused_by_a_dry_run_and_by_each_worker(
+    small: SmallRun, settings: ClusterSettings
+) -> None:
+    (small.directory / "broken.py").write_text("def verify(r, i):\n    return i['gone']\n")
+    sets = ("--set", "task.verifier=broken:verify", "--set", "rollout.engine=vllm")
+    said = ["gives no score to the reference answer", "words.jsonl, line", "KeyError: 'gone'"]
+    checked = small.dora("run", "--dry-run", *sets)
+    assert checked.exit_code == 1
+    table = " ".join(checked.output.split())
+    assert said[0] in table and said[2] in table, table
+    small.make_topics(settings)
+    refused(small.dora("rollout", *sets), 1, "broken:verify", *said)
+
+
 QUICK = {"DORA_KAFKA__CONNECT_TIMEOUT_SECONDS": "0.5"}
 
 

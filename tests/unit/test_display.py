@@ -379,3 +379,32 @@ def test_the_curve_of_a_run_without_success_shows_the_reward() -> None:
     lines = learning_curve(fold(*records).snapshot(3_000))
     assert lines[0] == "reward in training, by step"
     assert lines[-3].startswith(" -0.4")
+
+
+def test_a_worker_that_stopped_reporting_is_called_quiet_before_it_counts_as_lost() -> None:
+    records = [*two_steps(), *alive(22_000)]
+    snapshot = fold(*records).snapshot(24_000)
+    assert not any(process.quiet for process in snapshot.processes)
+    late = fold(*records).snapshot(34_000)
+    assert {p.process for p in late.processes if p.quiet and p.alive} == {
+        "trainer", "coordinator", "w0",
+    }  # fmt: skip
+    assert "quiet" in drawn(late) and "not heard for 12 s" in drawn(late)
+    lost = fold(*records).snapshot(60_000)
+    assert not any(process.quiet for process in lost.processes)
+    loading = fold(*two_steps(), status("w0", "loading", at=22_000)).snapshot(34_000)
+    assert not loading.processes[0].quiet, "it has no time to report"
+
+
+def test_a_slow_verifier_is_named_as_what_the_trainer_waits_for() -> None:
+    trainer, coordinator, _ = alive(22_000)
+    busy = status(
+        "w0", at=22_000, version=2, capacity=8, running=("g4/1#0", "g4/0#0", "g5/0#0"),
+        metrics={"scoring": 2.0},
+    )  # fmt: skip
+    text = " ".join(drawn(fold(*two_steps(), trainer, coordinator, busy).snapshot(23_000)).split())
+    assert "the trainer waits for the verifier: 2 of 3 responses at work" in text
+    assert "(w0: 2); more task.verifier_processes" in text
+    assert "verifier" not in drawn(fold(*two_steps(), *alive(22_000)).snapshot(23_000))
+    training = status("trainer", "training", at=22_000)
+    assert "verifier" not in drawn(fold(*two_steps(), training, busy).snapshot(23_000))

@@ -287,8 +287,9 @@ def _process(process: ProcessView, names: int) -> Text:
         text.append(" " * 18)
     rate = process.metrics.get("tokens_per_second")
     text.append(f"  {rate:7,.0f}" if rate is not None and process.alive else " " * 9)
-    if state == "silent":
-        text.append(f"  silent for {duration(process.age_seconds)}", style="red")
+    if state in ("silent", "quiet"):
+        style = "red" if state == "silent" else "yellow"
+        text.append(f"  not heard for {duration(process.age_seconds)}", style=style)
     if process.message:
         text.append(f"  {process.message}")
     return text

@@ -238,7 +238,7 @@ def _window(snapshot: Snapshot) -> RenderableType:
 
 def _processes(processes: Sequence[ProcessView], children: Sequence[ChildView]) -> RenderableType:
     table = Table(box=None, padding=(0, 2))
-    for column in ("process", "state", "version", "running", "silent for"):
+    for column in ("process", "state", "version", "running", "last heard"):
         table.add_column(column, no_wrap=True)
     table.add_column("what", overflow="fold")
     local = {child.name: child for child in children}
@@ -246,6 +246,8 @@ def _processes(processes: Sequence[ProcessView], children: Sequence[ChildView]) 
         child = local.pop(process.process, None)
         state = shown_state(process)
         what = process.message
+        if state in ("silent", "quiet"):
+            what = f"not heard for {duration(process.age_seconds)}; {what}".rstrip("; ")
         if child is not None and child.state in ("restarting", "failed"):
             state, what = child.state, child.note
         if child is not None and child.restarts:
@@ -255,7 +257,7 @@ def _processes(processes: Sequence[ProcessView], children: Sequence[ChildView]) 
             state_text(state),
             str(process.version) if process.version >= 0 else "",
             f"{process.running}/{process.capacity}" if process.capacity else "",
-            duration(process.age_seconds),
+            f"{duration(process.age_seconds)} ago",
             Text(what),
         )
     for child in local.values():

@@ -3,6 +3,7 @@
 from rich.text import Text
 
 from dora.consumers.monitor.snapshot import Snapshot, late_share
+from dora.consumers.monitor.waits import slow_verifier
 from dora.log.presence import ProcessView
 from dora.simulation.device import emulation_warning
 
@@ -22,6 +23,7 @@ _COLOURS = {
     "restarting": "yellow",
     "stopped": "dim",
     "not started": "dim",
+    "quiet": "yellow",
     "silent": "red",
     "stalled": "red",
     "failed": "bold red",
@@ -44,7 +46,9 @@ def trouble_lines(snapshot: Snapshot) -> list[Text]:
     be trusted."""
     lines = [Text(f"  {reason}", style="red") for reason in snapshot.reasons]
     lines += [Text(f"  {line}", style="yellow") for line in waiting_lines(snapshot)]
-    lines += [Text(f"  {line}", style="yellow") for line in reason_lines(snapshot)]
+    slow = slow_verifier(snapshot.processes)
+    for line in (*([slow] if slow else []), *reason_lines(snapshot)):
+        lines.append(Text(f"  {line}", style="yellow"))
     warning = emulation_warning(late_share(snapshot.processes))
     if warning is not None:
         lines.append(Text(f"  {warning}", style="yellow"))
@@ -109,7 +113,9 @@ def figures(snapshot: Snapshot) -> dict[str, str]:
 
 def shown_state(process: ProcessView) -> str:
     """The state that a process told of, unless it should have spoken since."""
-    return "silent" if process.silent and not process.ended else process.state
+    if process.silent and not process.ended:
+        return "silent"
+    return "quiet" if process.quiet else process.state
 
 
 def state_text(state: str) -> Text:

@@ -177,6 +177,23 @@ def explain(
     return tuple(waits[:SHOWN])
 
 
+def slow_verifier(processes: Collection[ProcessView]) -> str | None:
+    """What to say where the trainer waits and most responses at work are generated and wait for
+    their score; None where that is not so."""
+    if not any(p.role == "trainer" and p.alive and p.state == "waiting" for p in processes):
+        return None
+    workers = [p for p in processes if p.role == "rollout" and p.alive]
+    scoring = {p.process: int(p.metrics.get("scoring", 0.0)) for p in workers}
+    total, running = sum(scoring.values()), sum(p.running for p in workers)
+    if not total or 2 * total <= running:
+        return None
+    where = ", ".join(f"{name}: {count}" for name, count in scoring.items() if count)
+    return (
+        f"the trainer waits for the verifier: {total} of {running} responses at work are being "
+        f"scored or wait for it ({where}); more task.verifier_processes, or a faster verifier"
+    )
+
+
 def starved(state: RunState, processes: Collection[ProcessView]) -> str | None:
     """Why no group is at work although the next batch lacks some; None where that is not so."""
     pool = [group.candidate for group in state.complete_groups()]

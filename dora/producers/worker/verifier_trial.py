@@ -63,7 +63,8 @@ def try_verifier(config: Config, task: Task, *, seconds: float = SECONDS) -> tup
             found |= {scored.key: scored for scored in scorer.poll()}
             time.sleep(_POLL_SECONDS)
     trials = tuple(Trial(place, name, found.get(k)) for k, (place, name, *_) in asked.items())
-    _judge(trials, config.task.verifier or f"the scorer of {config.task.name}")
+    hook = config.task.verifier
+    _judge(trials, f'task.verifier = "{hook}"' if hook else f"the scorer of {config.task.name}")
     return trials
 
 
@@ -106,8 +107,7 @@ def _judge(trials: Sequence[Trial], verifier: str) -> None:
     first = refused[0]
     assert first.scored is not None
     raise TaskError(
-        f"task.verifier = {verifier} gives no score to {first.response} ({first.place}): "
-        f"{first.scored.error}",
+        f"{verifier} gives no score to {first.response} ({first.place}): {first.scored.error}",
         hint="It is called as verify(response: str, item: dict) and returns a finite number, or a "
         'dict of numbers with "reward", also for a wrong or an empty response (0, for instance). '
         "`dora run CONFIG --dry-run` tries it again.",

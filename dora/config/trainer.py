@@ -111,7 +111,7 @@ class TrainerSection(Section):
     updates_per_step: Positive = 1
     """Optimizer updates in one step; must divide window.groups_per_step."""
     max_tokens_per_micro_batch: Positive = 16_384
-    """Token budget of one forward and backward pass, padding included."""
+    """Token budget of one forward and backward pass, padding included where there is any."""
     logits_mib: Annotated[float, Field(gt=0)] = 256.0
     """Memory in MiB for logits: they exist for as many tokens at a time as fit, and are computed
     again in the backward pass. The output head's gradient needs its own size beside it."""

@@ -21,7 +21,7 @@ from dora.consumers.inspect.view import Floats, Scores
 from dora.consumers.learner import torch_setup
 from dora.consumers.learner.batches import MicroBatch, Sample, micro_batches, sample_of
 from dora.consumers.learner.learner import Learner, create_learner, starting_model
-from dora.consumers.learner.losses import token_entropies, token_logprobs
+from dora.consumers.learner.losses import TRUNCATION_COPIES, token_entropies, token_logprobs
 from dora.consumers.learner.model import (
     PolicyModel,
     add_adapter,
@@ -114,7 +114,7 @@ class PolicyScorer:
 
         with torch.no_grad():
             inputs = model_inputs(batch, self._device)
-            found = self._policy.per_token(both, **inputs, copies=6)
+            found = self._policy.per_token(both, **inputs, copies=TRUNCATION_COPIES)
         logprobs, entropy = found.float().cpu().numpy().T
         return logprobs, entropy
 

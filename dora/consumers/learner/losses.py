@@ -136,6 +136,11 @@ class _ChosenLogprobs(torch.autograd.Function):
         return found.scatter_add_(-1, index, outer), None
 
 
+TRUNCATION_COPIES = 6
+"""Memory that top-k, top-p and entropies need, in tensors of the size of the logits in float32:
+sorted values, their indices, probabilities, masks (measured on the CPU)."""
+
+
 def truncation_mask(logits: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
     """Boolean [N, V]: True where a token is cut from logits [N, V] (temperature applied already).
 

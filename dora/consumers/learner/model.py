@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dora.config import Config
 from dora.consumers.learner.batches import MicroBatch
-from dora.consumers.learner.losses import token_logprobs
+from dora.consumers.learner.losses import TRUNCATION_COPIES, token_logprobs
 from dora.consumers.learner.sequence_parallel import SequenceGroup
 from dora.errors import PolicyError, first_line
 from dora.weights.adapters import DOWN, PREFIX, UP
@@ -185,7 +185,7 @@ class PolicyModel(nn.Module):
     ) -> torch.Tensor:
         """Log-probabilities [N] of `targets`; see MicroBatch for the other arguments."""
         score = partial(token_logprobs, temperature=temperature, top_p=top_p, top_k=top_k)
-        copies = 6 if top_k or top_p < 1.0 else 1
+        copies = TRUNCATION_COPIES if top_k or top_p < 1.0 else 1
         return self.per_token(score, token_ids, places, targets, copies, position_ids)
 
     def per_token(

@@ -1,4 +1,4 @@
-"""PendingQueue for a condition, with a deadline, in place of sleeping."""
+"""Waiting for a condition, with a deadline, in place of sleeping."""
 
 import time
 from collections.abc import Callable

@@ -16,6 +16,7 @@ from dora.schemas.records import Policy, Status, Step
 from dora.weights.store import WeightStore
 from tests import factories
 from tests.training_world import K, World, fed
+from tests.waiting import until
 
 KILLS = [
     "trainer.weights_stored:kill:1",  # of version 0
@@ -142,6 +143,32 @@ def test_damaged_checkpoints_are_passed_over_as_long_as_the_log_can_make_up_for_
     assert "no checkpoint is left: redoing the run from version 0" in caplog.text
     assert "recovered version 4 from the starting model, 4 steps redone" in caplog.text
     assert [s.version_out for s in world.steps()] == [1, 2, 3, 4, 5]
+
+
+def test_a_trainer_asked_to_end_during_a_redo_ends_at_once_and_leaves_the_run_as_it_was(
+    world: World,
+) -> None:
+    # a step takes two seconds, and the starting model is the only place to begin from
+    config = world.emulated(2, checkpoint_every=100, emulated={"step_seconds": 2000.0})
+    with fed(world):
+        world.train(config)
+    ledger = world.steps()
+    process = world.start(
+        world.emulated(3, checkpoint_every=100, emulated={"step_seconds": 2000.0})
+    )
+    until(lambda: "redoing step 0 -> 1, 1 of 2" in world.log.read_text(), "the redo", 60.0)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0, world.log.read_text()[-4000:]
+    log = world.log.read_text()
+    assert "redoing 2 steps, 8 trajectories, from the starting model" in log
+    assert "stopped while redoing committed steps: the next start redoes them" in log
+    assert "recovered version" not in log, "it did not redo to the end"
+    last = [s for s in world.read(world.topics.workers) if isinstance(s, Status)][-1]
+    assert last.state == "stopped"
+    assert world.steps() == ledger
+    assert not list(Path(world.directory).rglob(".unfinished-*")) and not any(
+        checkpoints(world).glob("*")
+    )
 
 
 def test_other_weights_after_a_redo_stop_the_run_or_are_accepted_with_the_figures(

@@ -8,6 +8,7 @@ only if the ledger names it and all its bytes are as they were written.
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,10 @@ log = logging.getLogger(__name__)
 
 READ_SECONDS = 300.0
 """How long to wait for trajectories that are in the log."""
+
+
+class RedoStoppedError(Exception):
+    """The trainer was asked to end during a redo. Nothing was written: the next start redoes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +174,8 @@ def check_allowed(deviation: Deviation, trainer: TrainerSection, recovery: Recov
 class Recovery:
     """Brings a fresh learner to the newest committed version of a run.
 
-    `report` is called with what is going on; `damaged` names the checkpoints that could not be
-    used.
+    `report` is called with what is going on. Between two steps `stop` is looked at. `damaged` names
+    the checkpoints that could not be used.
     """
 
     def __init__(
@@ -179,11 +184,13 @@ class Recovery:
         settings: ClusterSettings,
         learner: Learner,
         report: Callable[[str], None],
+        stop: threading.Event,
     ) -> None:
         self._config = config
         self._settings = settings
         self._learner = learner
         self._report = report
+        self._stop = stop
         self._topic = RunTopics(config.run.name).trajectories
         self._checkpoints = Checkpoints(config.run_directory / "checkpoints")
         self.damaged: list[str] = []
@@ -194,7 +201,7 @@ class Recovery:
 
         Raises RunError if the weights differ from what the ledger announced by more than is
         allowed, or a step cannot be redone; WeightsError and PolicyError if a checkpoint cannot be
-        loaded; and what `fetch_trajectories` raises.
+        loaded; RedoStoppedError if `stop` is set; and what `fetch_trajectories` raises.
         """
         base = self._intact_checkpoint(history.bases)
         if base is None and self.damaged:
@@ -203,6 +210,15 @@ class Recovery:
             history = whole_ledger(self._config, self._settings, READ_SECONDS)
         source = self._restore(base, history)
         steps = history.redo_after(base)
+        if steps:
+            samples = sum(len(ref.samples) for step in steps for ref in step.trained)
+            seconds = sum(step.metrics.get("train_seconds", 0.0) for step in steps)
+            text = (
+                f"redoing {len(steps)} steps, {samples:,} trajectories, from {source}; "
+                f"training them took {seconds:.0f} s before"
+            )
+            log.info("%s", text)
+            self._report(text)
         deviation = self._redo_all(steps, history)
         last = steps[-1] if steps else base
         newest = 0 if last is None else last.version_out
@@ -252,7 +268,15 @@ class Recovery:
         if not steps:
             return None
         with LogReader(self._settings, client_id="trainer-recovery") as reader:
-            for step in steps:
+            for done, step in enumerate(steps):
+                if self._stop.is_set():
+                    raise RedoStoppedError
+                text = (
+                    f"redoing step {step.version_in} -> {step.version_out}, "
+                    f"{done + 1} of {len(steps)}"
+                )
+                log.info("%s", text)
+                self._report(text)
                 self._redo(step, reader, history)
                 # an accepted difference stays in all later steps: only its size at the end matters
                 known = deviation is not None or not deterministic
@@ -284,7 +308,6 @@ class Recovery:
         return Deviation(version, step.weights_checksum, redone, largest, tensor)
 
     def _redo(self, step: Step, reader: LogReader, history: History) -> None:
-        self._report(f"redoing step {step.version_in} -> {step.version_out}")
         try:
             records = fetch_steps(reader, self._topic, [step], READ_SECONDS)
             assert history.settings is not None, "a run with a step has begun"

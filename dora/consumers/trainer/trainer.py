@@ -26,7 +26,7 @@ from dora.consumers.trainer.checkpoints import Checkpoints
 from dora.consumers.trainer.heartbeat import PROCESS, Heartbeat
 from dora.consumers.trainer.origin import OriginStep
 from dora.consumers.trainer.publication import Publisher, WeightUsers
-from dora.consumers.trainer.recovery import Deviation, Recovery
+from dora.consumers.trainer.recovery import Deviation, Recovery, RedoStoppedError
 from dora.consumers.trainer.step_reports import StepReports
 from dora.core.groups import NO_SIGNAL, EvaluationTally, SetAsideStreak
 from dora.core.processes import GONE
@@ -89,6 +89,8 @@ class Trainer:
         self._streak = SetAsideStreak()
         self._accepted: Deviation | None = None  # by the recovery, until the next step records it
         self._following = False  # whether the reader is at the live versions
+        self._redoing = False
+        self._stop = threading.Event()
         check_rights("trainer", self._run, settings)
         self._admin = TopicAdmin(settings)
         self._admin.ping()
@@ -122,12 +124,14 @@ class Trainer:
         self._publisher: Publisher
 
     def run(self, stop: threading.Event) -> None:
-        """Train until `trainer.steps` are committed or `stop` is set (looked at between steps).
+        """Train until `trainer.steps` are committed or `stop` is set (looked at between steps, and
+        with one rank also between the micro-batches of a redo).
 
         Raises FencedError when another trainer took over, RunError when the recorded run is not
         this configuration's or cannot be redone, DeadlineError when no batch becomes admissible in
         `trainer.batch_timeout_seconds`, and whatever Kafka, the model or the disk refuse.
         """
+        self._stop = stop
         try:
             self._heartbeat.report("starting", "reading the ledger")
             if self._prepare():
@@ -142,6 +146,10 @@ class Trainer:
                     self._ranks.check(_LAST_CHECK_SECONDS)
             done = "all steps are committed" if self.complete else "stopped between two steps"
             log.info("%s: version %d", done, self._state.newest)
+            self._heartbeat.report("stopped", done)
+        except RedoStoppedError:
+            done = "stopped while redoing committed steps: the next start redoes them"
+            log.info("%s", done)
             self._heartbeat.report("stopped", done)
         except FencedError:
             raise  # the status is the other trainer's now
@@ -270,8 +278,11 @@ class Trainer:
             self._settings,
             self._learner,
             lambda message: self._heartbeat.report("training", message),
+            self._stop,
         )
+        self._redoing = True
         self._accepted = recovery.run(history)
+        self._redoing = False
         self._publisher.discard(recovery.damaged)
         self._publisher.restore(self._policies[self._state.newest])
         if self._accepted is not None:
@@ -411,8 +422,11 @@ class Trainer:
 
     def _progress(self) -> None:
         """Between two parts of a step: send a heartbeat, and read what has arrived, so that the
-        next batch need not wait for it."""
+        next batch need not wait for it. Other ranks follow a redo step by step, and so end between
+        two steps."""
         self._heartbeat.beat()
+        if self._redoing and self._ranks is None and self._stop.is_set():
+            raise RedoStoppedError
         if self._following:
             self._poll(0.0)
 

@@ -39,6 +39,9 @@ def awkward(response, item):
     if item["answer"] == "yks" and not response.endswith("x"):
         time.sleep(600)
     return 1
+
+def broken(response, item):
+    return item["solution"]
 """
 
 
@@ -137,6 +140,10 @@ def test_what_cannot_be_rescored_is_refused_with_the_reason(
     refused(rescore("--verifier", "nowhere:verify"), 1, "no module nowhere", "looked for in")
     refused(rescore("--verifier", "new_verifier:absent"), 1, 'has no "absent"', "lenient")
     refused(rescore("--verifier", "no hook"), 2, "module:function")
+    refused(
+        rescore("--verifier", "new_verifier:broken"),
+        1, "none of 11 trajectories could be scored", "11 times", "KeyError: 'solution'",
+    )  # fmt: skip
     refused(rescore("--version", "7"), 1, "nothing with version 7", "versions 0 to 2")
     refused(rescore("--steps", "1:9"), 1, f"has no step 9: it has steps 1 to {STEPS}")
     refused(rescore("--steps", "2:1"), 2, "the first step comes after the last")

@@ -167,6 +167,13 @@ def rescore(
         print_line(json.dumps(outcome.as_object(), indent=2))
     else:
         show(outcome, Console(highlight=False))
+    if all(row.new is None for row in rows):
+        commonest = outcome.comparison.failures[0]
+        raise RunError(
+            f"none of {len(rows):,} trajectories could be scored; most often, {commonest.count:,} "
+            f"times: {commonest.reason}",
+            hint="Nothing was compared. Fix the verifier, or name another one with --verifier.",
+        )
 
 
 def select(

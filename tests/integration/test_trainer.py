@@ -89,6 +89,12 @@ def test_a_batch_that_does_not_come_ends_in_a_message_that_says_what_is_missing(
         world.train(world.config(steps=1, batch_timeout_seconds=2.0))
 
 
+def test_the_message_of_a_batch_that_does_not_come_has_the_commonest_reason(world: World) -> None:
+    said = r"groups set aside since, (\d+) of \1 because of: verifier timed out"
+    with fed(world, lambda *_: None), pytest.raises(DeadlineError, match=said):
+        world.train(world.emulated(1, batch_timeout_seconds=2.0, max_set_aside_in_row=0))
+
+
 def test_a_learning_rate_that_makes_no_numbers_ends_the_run_with_the_step_and_what_to_do(
     world: World,
 ) -> None:

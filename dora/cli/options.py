@@ -150,7 +150,8 @@ def kafka_options(command: Command) -> Command:
     name.
 
     The command gets `kafka`, a `KafkaSection` whose `bootstrap_servers` is set: from `-b`, from
-    `DORA_KAFKA__BOOTSTRAP_SERVERS`, or the local broker's; refused when there is none.
+    `DORA_KAFKA__BOOTSTRAP_SERVERS`, or the local broker's; refused when there is none. A RUN that
+    ends in `.toml` is a configuration file: the run is the one that it names, on its cluster.
     """
 
     @functools.wraps(command)
@@ -163,9 +164,13 @@ def kafka_options(command: Command) -> Command:
         broker_directory: Path,
         **kwargs: Any,
     ) -> Any:
-        section = load_kafka_section(
-            kafka=KafkaOverrides(bootstrap_servers, properties, kafka_config, registry_url)
-        )
+        overrides = KafkaOverrides(bootstrap_servers, properties, kafka_config, registry_url)
+        run = kwargs.get("run")
+        if isinstance(run, str) and run.endswith(".toml"):
+            config = load_config(Path(run), kafka=overrides)
+            kwargs["run"], section = config.run.name, config.kafka
+        else:
+            section = load_kafka_section(kafka=overrides)
         if section.bootstrap_servers is None:
             address = local_broker(broker_directory)
             section = section.model_copy(update={"bootstrap_servers": address})

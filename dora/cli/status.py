@@ -19,6 +19,7 @@ from dora.config import KafkaSection
 from dora.consumers.monitor.monitor import RunMonitor
 from dora.consumers.monitor.snapshot import Snapshot, late_share
 from dora.errors import UsageError
+from dora.log.runs import newest_run
 
 # Trajectory records read at most for a look; a longer history is read from the window on.
 HISTORY_RECORDS = 200_000
@@ -34,7 +35,7 @@ def _size(context: click.Context, parameter: click.Parameter, text: str) -> tupl
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", required=False)
 @kafka_options
 @click.option(
     "--watch", is_flag=True, help="Follow until interrupted; on a terminal, as a dashboard."
@@ -66,7 +67,7 @@ def _size(context: click.Context, parameter: click.Parameter, text: str) -> tupl
 )
 @json_option
 def status(
-    run: str,
+    run: str | None,
     kafka: KafkaSection,
     watch: bool,
     interval: float,
@@ -77,14 +78,16 @@ def status(
 ) -> None:
     """Show window, backlog per version, workers, rates and staleness of RUN.
 
-    Also shows whether the run goes on, and if not, why. With --watch: a dashboard on a terminal,
+    RUN is a run's name or its configuration file; without it the run that was begun last. Also
+    shows whether the run goes on, and if not, why. With --watch: a dashboard on a terminal,
     elsewhere a line for each step and change, and with --json one object a line.
     """
     if svg is not None and (watch or as_json):
         raise UsageError("--svg writes one picture: leave --watch and --json out")
+    settings = cluster_settings(kafka)
     monitor = RunMonitor(
-        cluster_settings(kafka),
-        run,
+        settings,
+        newest_run(settings) if run is None else run,
         heartbeat_timeout=heartbeat_timeout,
         history=HISTORY_RECORDS,
         explain_after=WATCH_SECONDS if watch else 0.0,

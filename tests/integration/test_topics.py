@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from dora.bus import (
 from dora.cli.main import cli
 from dora.config import Config
 from dora.errors import TopicError
+from dora.log.ledger import first_entry
 from dora.schemas.records import Status
+from tests import factories
 
 
 def make_config(name: str, **sections: dict[str, Any]) -> Config:
@@ -256,6 +259,47 @@ def test_the_command_creates_describes_and_deletes(
     assert deleted.exit_code == 0, deleted.output
     assert json.loads(deleted.stdout)["deleted"] is True
     assert TopicAdmin(settings).existing(run_name) == []
+
+
+def test_list_shows_each_run_with_its_state_and_status_takes_the_newest_or_a_file(
+    admin: TopicAdmin, settings: ClusterSettings, run_name: str, tmp_path: Path
+) -> None:
+    def look(*arguments: str) -> Result:
+        return CliRunner().invoke(cli, [*arguments, "-b", settings.bootstrap_servers])
+
+    config, now = make_config(run_name), time.time_ns() // 1_000_000
+    admin.create(topic_plan(config))
+    empty = {run["run"]: run for run in json.loads(look("list", "--json").stdout)["runs"]}
+    assert (empty[run_name]["state"], empty[run_name]["version"]) == ("empty", -1)
+
+    topics = RunTopics(run_name)
+    ids = admin.topic_ids(run_name)
+    begun = first_entry(config, admin.cluster_id(), ids, {}, "")
+    # begun in an hour, so that no other test's run is newer
+    begun = replace(begun, created_ms=now + 3_600_000)
+    steps = [factories.step(version + 1, version, run=run_name, at=now) for version in (0, 1)]
+    with LogWriter(settings, client_id="w") as writer:
+        for record in (begun, *steps):
+            writer.send(topics.steps, record, key=run_name)
+        ended = factories.status(
+            "trainer", "stopped", run=run_name, at=now, metrics={"steps_target": 2.0}
+        )
+        writer.send(topics.workers, ended, key="trainer")
+        writer.flush(30.0)
+    found = json.loads(look("list", "--json").stdout)["runs"]
+    assert found[-1]["run"] == run_name, "the newest is last"
+    assert (found[-1]["state"], found[-1]["version"], found[-1]["steps"]) == ("complete", 2, 2)
+    line = next(text for text in look("list").stdout.splitlines() if text.startswith(run_name))
+    assert line.split()[1:5] == ["complete", "2", "2", "0"]
+
+    newest = look("status", "--json")
+    assert newest.exit_code == 0, newest.output
+    assert json.loads(newest.stdout)["run"] == run_name
+    file = write_config(tmp_path, run_name)
+    assert json.loads(look("status", str(file), "--json").stdout)["run"] == run_name
+    absent = look("status", str(write_config(tmp_path, run_name + "-absent")))
+    assert absent.exit_code == 1
+    assert f"has no run {run_name}-absent" in absent.output
 
 
 def test_the_command_says_which_runs_there_are_when_the_name_is_wrong(

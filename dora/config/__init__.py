@@ -93,6 +93,11 @@ class Config(Section):
             raise ValueError(
                 "trainer.loss.drop_no_signal with window.group_size = 1 sets every group aside"
             )
+        if self.window.group_size == 1 and self.trainer.engine == "deepspeed":
+            raise ValueError(
+                "window.group_size = 1 teaches nothing: an advantage is a reward less the mean of "
+                "its group, so it is 0 for each; take 2 or more, 8 is usual"
+            )
         if self.rollout.capacity < self.window.group_size:
             raise ValueError(
                 f"rollout.capacity ({self.rollout.capacity}) must hold one group "

@@ -167,15 +167,19 @@ class EvaluationTally:
         return self.finished == self.admitted
 
     @property
+    def scored(self) -> int:
+        """Finished trajectories that have a reward."""
+        return self.finished - self.failed
+
+    @property
     def success_rate(self) -> float:
-        """Successes as a share of the finished, failed ones included; 0 while none is."""
-        return self.successes / self.finished if self.finished else 0.0
+        """Successes as a share of those that have a reward; 0 while none has."""
+        return self.successes / self.scored if self.scored else 0.0
 
     @property
     def reward_mean(self) -> float:
         """Mean reward of those that have one; 0 while none has."""
-        scored = self.finished - self.failed
-        return self.reward_sum / scored if scored else 0.0
+        return self.reward_sum / self.scored if self.scored else 0.0
 
 
 @dataclass(slots=True)

@@ -8,6 +8,8 @@ from dora.bus.topics import RunTopics
 from dora.core.processes import GONE, PATIENT, allowed_silence
 from dora.schemas.records import ProcessState, Status
 
+_LASTING = ("steps_target", "emulation_late_share")
+"""Metrics that still hold when their process has ended, besides totals."""
 QUIET_SECONDS = 6.0
 STATUSES_READ_BACK = 20_000
 """A process whose last status lies further back in the topic reports again, or has long ended."""
@@ -48,6 +50,7 @@ class ProcessView:
         limit = allowed_silence(
             status, heartbeat_timeout=heartbeat_timeout, load_timeout=load_timeout
         )
+        ended = status.state in GONE
         return cls(
             process=status.process,
             role=status.role,
@@ -62,7 +65,11 @@ class ProcessView:
             pid=status.pid,
             incarnation=status.incarnation,
             command_offset=status.command_offset,
-            metrics=dict(status.metrics),
+            metrics={
+                name: value
+                for name, value in status.metrics.items()
+                if not ended or name in _LASTING or name.endswith("_total")
+            },
         )
 
     @property

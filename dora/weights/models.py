@@ -29,17 +29,23 @@ EMULATED = "emulated"
 """`policy.model` of a run in which nothing computes."""
 
 
+def looks_like_path(model: str) -> bool:
+    """Whether `model` can only be a directory, never a name on Hugging Face."""
+    return model.startswith((".", "/", "~")) or model.count("/") > 1
+
+
 def model_directory(model: str) -> Path:
     """The directory of `policy.model`: itself, or the local copy of a Hugging Face model.
 
     Raises PolicyError, saying what to do, when it is missing or cannot be used.
     """
     directory = Path(model)
-    if not directory.exists() and not directory.is_absolute() and model.count("/") <= 1:
+    if not directory.exists() and not looks_like_path(model):
         directory = _download(model, [*COMPANIONS, "*.safetensors*", "*.py"])
     if not directory.is_dir():
         raise PolicyError(
-            f"policy.model: there is no directory {directory}",
+            f"policy.model: there is no directory {directory} (relative paths start from "
+            f"{Path.cwd()})",
             hint="Give a directory with config.json and *.safetensors, a Hugging Face model name, "
             "or a policy.prepare function that makes the directory (`dora run` calls it).",
         )

@@ -202,6 +202,14 @@ def test_loading_weights_is_not_silence() -> None:
     assert [p.silent for p in view.snapshot(60_000).processes] == [True, True, False]
 
 
+def test_an_ended_process_keeps_its_totals_and_no_figure_of_the_present() -> None:
+    figures = {"outstanding": 4.0, "tokens_per_second": 9.0, "takeovers_total": 1.0}
+    view = RunView("r", heartbeat_timeout=30, load_timeout=600)
+    for state, kept in (("ready", figures), ("stopped", {"takeovers_total": 1.0})):
+        view.handle(message(status("w0", state, at=22_000, metrics=figures)))
+        assert view.snapshot(23_000).processes[0].metrics == kept
+
+
 def test_after_the_last_step_the_trainer_may_be_gone_while_the_rest_evaluates() -> None:
     statuses = [*alive(22_000), status("trainer", "stopped", at=22_000)]
     assert fold(*two_steps(), *statuses, target=2).snapshot(23_000).health == "running"

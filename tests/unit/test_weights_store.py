@@ -181,6 +181,9 @@ def test_the_canary_is_fixed_and_fails_on_any_wrong_number() -> None:
 def test_an_unusable_model_directory_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="there is no directory"):
         model_directory(str(tmp_path / "absent"))
+    for path in ("./absent", "../absent", "~/absent"):  # never looked up as a name
+        with pytest.raises(PolicyError, match="relative paths start from"):
+            model_directory(path)
     with pytest.raises(PolicyError, match=r"no config\.json"):
         model_directory(str(tmp_path))
     (tmp_path / "config.json").write_text("{broken")

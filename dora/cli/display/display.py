@@ -100,10 +100,7 @@ class PlainDisplay(Display):
         for evaluation in snapshot.evaluations:
             if evaluation.complete and evaluation.version not in self._evaluated:
                 self._evaluated.add(evaluation.version)
-                self.note(
-                    f"evaluation of version {evaluation.version}: success "
-                    f"{evaluation.success_rate:.3f} of {evaluation.finished} held-out prompts"
-                )
+                self.note(f"evaluation of version {evaluation.version}: success {evaluation.text}")
         common = snapshot.set_aside_reason
         # Told when it becomes the commonest, and each time that it has grown tenfold.
         if common and (common.reason != self._aside[0] or common.count >= 10 * self._aside[1]):

@@ -320,10 +320,7 @@ class LocalRun:
         for line in learning_curve(snapshot):
             self._say(line)
         for point in snapshot.evaluations:
-            self._say(
-                f"version {point.version}: {point.success_rate:.3f} of {point.finished} held-out "
-                "prompts solved"
-            )
+            self._say(f"version {point.version}: {point.text} solved")
         verdict = self._audit()
         self._say(f"summary: {path}")
         if self._own_broker and not (self._started_broker and self._stop_broker):

@@ -104,7 +104,12 @@ def _hooks(config: Config) -> Iterator[Check]:
 
 def _model(config: Config) -> Iterator[Check]:
     from dora.producers.tasks.tokenization import load_tokenizer, stop_token_ids
-    from dora.weights.models import check_length, check_model_directory, emulated_vocabulary
+    from dora.weights.models import (
+        check_length,
+        check_model_directory,
+        emulated_vocabulary,
+        looks_like_path,
+    )
 
     model = Path(config.policy.model)
     if config.trainer.engine == "emulated" and config.task.kind == "synthetic":
@@ -115,8 +120,8 @@ def _model(config: Config) -> Iterator[Check]:
         yield Check("model", "plan", f"make {model} with {config.policy.prepare}")
         return
     if not model.exists():
-        if model.is_absolute() or config.policy.model.count("/") > 1:
-            raise PolicyError(f"policy.model: there is no directory {model}")
+        if looks_like_path(config.policy.model):
+            raise PolicyError(f"policy.model: there is no directory {model.absolute()}")
         yield Check("model", "plan", f"get {model} from Hugging Face unless it is cached")
         return
     check_model_directory(model)

@@ -120,6 +120,7 @@ class RunView:
                 tally.version,
                 tally.admitted,
                 tally.finished,
+                tally.failed,
                 tally.successes,
                 tally.success_rate,
                 tally.reward_mean,

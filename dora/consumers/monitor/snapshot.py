@@ -64,6 +64,8 @@ class EvaluationPoint:
     version: int
     admitted: int
     finished: int
+    unscored: int
+    """Finished without a reward; rate and mean leave them out."""
     successes: int
     success_rate: float
     reward_mean: float
@@ -72,6 +74,12 @@ class EvaluationPoint:
     def complete(self) -> bool:
         """Whether every trajectory that was started is finished."""
         return self.finished == self.admitted
+
+    @property
+    def text(self) -> str:
+        """Success for people, with how many prompts it is taken over."""
+        text = f"{self.success_rate:.3f} of {self.finished - self.unscored} held-out prompts"
+        return text + (f" ({self.unscored} more got no score)" if self.unscored else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,12 @@ from jinja2 import TemplateError
 
 from dora.config import Config, PolicySection, TaskSection
 from dora.errors import PolicyError, TaskError, WeightsError, first_line
-from dora.weights.models import emulated_vocabulary, eos_token_ids, vocabulary_of
+from dora.weights.models import (
+    emulated_vocabulary,
+    eos_token_ids,
+    looks_like_path,
+    vocabulary_of,
+)
 
 TEMPLATE_DATE = TaskSection.model_fields["template_date"].default
 """What a chat template takes for the current date unless `task.template_date` says another."""
@@ -206,11 +211,10 @@ def _is_plain(directory: Path) -> bool:
 
 
 def _from_pretrained(kind: str, name: str, setting: str, trust_remote_code: bool) -> Any:
-    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file() and kind == "AutoConfig":
             raise PolicyError(f"{setting} = {name}: the directory has no config.json")
-    elif looks_like_path:
+    elif looks_like_path(name):
         raise PolicyError(
             f"{setting} = {name}: no such directory",
             hint=f"Relative paths start from the current directory, {os.getcwd()}.",

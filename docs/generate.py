@@ -23,6 +23,7 @@ from pydantic_core import PydanticUndefined
 from dora import __version__
 from dora.bus.access import ROLES, ROLES_OF_A_RUN, Resource, Right, default_principal
 from dora.bus.topic_plan import topic_plan
+from dora.cli.run.preflight import CHECKS
 from dora.config import Config
 from dora.config.changes import RULES
 from dora.schemas.registry import RECORD_TYPES, current_text
@@ -38,6 +39,7 @@ def main() -> int:
     files: dict[Path, Callable[[], str]] = {
         DOCS / "configuration.md": configuration,
         DOCS / "operations.md": changes,
+        DOCS / "training.md": dry_run,
         DOCS / "observability.md": metrics,
         DOCS / "security.md": rights,
         DOCS / "asyncapi.yaml": asyncapi,
@@ -95,6 +97,13 @@ def changes() -> str:
     ]
     table = "\n".join(["| keys | may change | why |", "|---|---|---|", *rows])
     return filled("operations.md", "dora/config/changes.py", table)
+
+
+def dry_run() -> str:
+    """What `dora run --dry-run` checks, in the page about training."""
+    rows = [f"| {subject} | {what} |" for subject, what in CHECKS.items()]
+    table = "\n".join(["| subject | check |", "|---|---|", *rows])
+    return filled("training.md", "dora/cli/run/preflight.py", table)
 
 
 def configuration() -> str:

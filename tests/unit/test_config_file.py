@@ -185,6 +185,15 @@ def test_all_problems_are_listed_at_once_each_with_its_place(write: Write) -> No
     assert "run.max_restarts (--set): -1 given" in message
 
 
+def test_a_group_of_one_sample_is_refused_where_it_would_teach_nothing(write: Write) -> None:
+    one = MINIMAL + "[window]\ngroup_size = 1\n"
+    with pytest.raises(ConfigError, match=r"window\.group_size = 1 teaches nothing"):
+        load_config(write(one), environment={})
+    load_config(
+        write(one), environment={}, sets=["trainer.engine=emulated", "rollout.engine=emulated"]
+    )
+
+
 def test_an_impossible_combination_is_refused_in_plain_words(write: Write) -> None:
     message = refusal(write(MINIMAL), sets=["trainer.updates_per_step=3"])
     assert message.endswith(

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from dora.cli.run.preflight import preflight
+from dora.cli.run.preflight import CHECKS, preflight
+from dora.config.loading import load_config
 from tests.configurations import emulated
 
 
@@ -35,3 +36,12 @@ def test_packages_of_trackers_and_traces_are_asked_for_only_if_they_are_on(
 
 def test_traces_are_no_problem_where_their_packages_are(tmp_path: Path) -> None:
     assert problems(tmp_path, traces={"endpoint": "http://127.0.0.1:4318"}) == {}
+
+
+def test_every_finding_is_one_of_the_checks_that_the_docs_list(tmp_path: Path) -> None:
+    emulated_run = preflight(emulated(tmp_path), tmp_path / "broker")
+    example = Path(__file__).parents[2] / "examples" / "spell_backward.toml"
+    real_run = preflight(load_config(example), tmp_path / "broker")
+    found = {check.subject for check in (*emulated_run, *real_run)}
+    assert found <= {*CHECKS, "task.render", "task.verifier", "policy.prepare"}
+    assert {"model", "prompts", "libraries", "run directory", "kafka", "processes"} <= found

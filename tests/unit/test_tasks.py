@@ -100,6 +100,15 @@ def test_evaluation_without_a_held_out_share_is_refused() -> None:
         gym(evaluation=8, held_out_fraction=0)
 
 
+def test_an_evaluation_larger_than_its_held_out_prompts_is_refused(tmp_path: Path) -> None:
+    numbered(tmp_path, 40)
+    held_out = jsonl(tmp_path, evaluation=1, held_out_fraction=0.3).lines("eval")  # type: ignore[attr-defined]
+    jsonl(tmp_path, evaluation=held_out, held_out_fraction=0.3)
+    with pytest.raises(TaskError, match=f"has {held_out} held-out prompts") as caught:
+        jsonl(tmp_path, evaluation=held_out + 1, held_out_fraction=0.3)
+    assert f"evaluation.prompts = {held_out}," in str(caught.value.hint)
+
+
 def test_an_unknown_task_is_refused_with_the_nearest_names() -> None:
     with pytest.raises(TaskError, match="no such task") as caught:
         gym(name="spel_backwards")

@@ -200,7 +200,7 @@ def _figures(snapshot: Snapshot) -> Section:
     rows = [["generated", "trained", "idle"], ["stale", "mismatch"], ["truncated", "unscored"],
             ["held-out"], ["amount"],
             ["aside", "dead", "ignored"]]  # fmt: skip
-    if not any(point.finished for point in snapshot.evaluations):
+    if not any(point.scored for point in snapshot.evaluations):
         rows.remove(["held-out"])
     lines = ["  ".join(says[name] for name in row) for row in rows]
     return Section(2, len(lines), len(lines), lambda width, room: [Text(line) for line in lines])

@@ -88,7 +88,7 @@ def figures(snapshot: Snapshot) -> dict[str, str]:
     """What is said of a run in numbers; a dash stands for what is not known yet."""
     metrics = snapshot.metrics
     idle, mismatch = snapshot.trainer_idle_share, metrics.get("logprob_mismatch_mean")
-    done = [point for point in snapshot.evaluations if point.finished]
+    done = [point for point in snapshot.evaluations if point.scored]
     held_out = f"{done[0].success_rate:.3f}" if done else "-"
     if len(done) > 1:
         held_out += f" → {done[-1].success_rate:.3f} (v{done[-1].version})"

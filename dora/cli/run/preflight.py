@@ -20,6 +20,26 @@ if TYPE_CHECKING:
 
 Outcome = Literal["ok", "plan", "problem"]
 
+CHECKS = {
+    "hooks": "`policy.prepare`, `task.render` and `task.verifier` can be imported",
+    "model": "the model's directory is whole, its tokenizer loads and belongs to it, and prompt "
+    "and response fit its positions (vLLM)",
+    "stop tokens": "shows which tokens end a response",
+    "prompts": "every row of the data can be read, rendered and encoded, and is short enough; "
+    "there are as many held-out prompts as `evaluation.prompts`; shows the first",
+    "verifier": "scores of real rows: the reference twice, an empty response; each a finite number",
+    "libraries": "what the engines and the task need is installed",
+    "metrics": "what `metrics.wandb` and `metrics.mlflow` need is installed",
+    "traces.endpoint": "what traces need is installed",
+    "run directory": "can be written",
+    "kafka": "the cluster answers",
+    "schema registry": "answers, where one is set",
+    "topics": "those that are there have the right shape, limits and retention",
+    "processes": "shows which would be started",
+}
+"""What is looked at, by subject, besides all that reading the configuration checks (types, ranges,
+keys that fit together, DeepSpeed's own keys)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Check:

@@ -65,7 +65,7 @@ class EvaluationPoint:
     admitted: int
     finished: int
     unscored: int
-    """Finished without a reward; rate and mean leave them out."""
+    """Finished without a reward."""
     successes: int
     success_rate: float
     reward_mean: float
@@ -76,9 +76,14 @@ class EvaluationPoint:
         return self.finished == self.admitted
 
     @property
+    def scored(self) -> int:
+        """Finished with a reward: what rate and mean are taken over."""
+        return self.finished - self.unscored
+
+    @property
     def text(self) -> str:
         """Success for people, with how many prompts it is taken over."""
-        text = f"{self.success_rate:.3f} of {self.finished - self.unscored} held-out prompts"
+        text = f"{self.success_rate:.3f} of {self.scored} held-out prompts"
         return text + (f" ({self.unscored} more got no score)" if self.unscored else "")
 
 

@@ -24,7 +24,7 @@ def summarize(snapshot: Snapshot) -> dict[str, Any]:
     last version evaluated, or of the first and last training batch where nothing was evaluated
     (`success_source` says which). `tokens` are all generated ones, evaluation included.
     """
-    evaluated = [point for point in snapshot.evaluations if point.finished]
+    evaluated = [point for point in snapshot.evaluations if point.scored]
     measured = success(
         [point.success_rate for point in evaluated], [point.metrics for point in snapshot.steps]
     )
@@ -54,7 +54,8 @@ def summarize(snapshot: Snapshot) -> dict[str, Any]:
         "evaluations": [
             {
                 "version": point.version,
-                "prompts": point.finished,
+                "prompts": point.scored,
+                "unscored": point.unscored,
                 "success": point.success_rate,
                 "reward_mean": point.reward_mean,
             }

@@ -81,6 +81,16 @@ class JsonlTask(Task):
                     hint="Change task.held_out_fraction or add lines." if lines else None,
                 )
 
+        wanted, there = config.evaluation.prompts, len(self._halves["eval"])
+        if there < wanted:
+            raise TaskError(
+                f"{self._path} has {there} held-out prompts (task.held_out_fraction = "
+                f"{self._section.held_out_fraction}); evaluation.prompts = {wanted} would count "
+                "some of them several times",
+                hint=f"Set evaluation.prompts = {there}, raise task.held_out_fraction or add "
+                "lines.",
+            )
+
     def lines(self, purpose: Purpose) -> int:
         """How many lines of the file this purpose has: the length of its epoch."""
         return len(self._halves[purpose])

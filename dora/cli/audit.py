@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dora.bus.settings import cluster_settings
-from dora.cli.console import waiting
+from dora.cli.console import print_table, waiting
 from dora.cli.options import json_option, kafka_options, print_line, timeout_option
 from dora.config import KafkaSection
 from dora.consumers.audit import audit_run
@@ -80,7 +80,7 @@ def show(report: AuditReport, console: Console) -> None:
         number = report.violations[kind]
         style = "bold red" if number else "green"
         counts.add_row(f"{kind}: {meaning}", Text(f"{number:,}", style=style))
-    console.print(counts)
+    print_table(counts, console)
     for finding in report.findings:
         console.print(Text.assemble((finding.kind, "bold red"), ": ", finding.sentence))
     total = sum(report.violations.values())

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.table import Table
 
 # Texts that others wrote, models above all, on a terminal.
 #
@@ -45,12 +46,45 @@ def columns(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
 
 
 _WIDTH = 200
+_WIDEST = 10_000
 
 
 def wide_console() -> Console:
     """A console whose tables are not squeezed when they go to a file or through a pipe."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Print `table` so that no heading and no figure is cut.
+
+    Where it is wider than the terminal each row becomes a block of lines, `heading  value`. Into a
+    file or a pipe it is as wide as it needs.
+    """
+    there = console.width
+    needed = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
+    if needed <= there:
+        console.print(table)
+    elif console.is_terminal:
+        _print_stacked(table, console)
+    else:
+        console.width = needed
+        console.print(table)
+        console.width = there
+
+
+def _print_stacked(table: Table, console: Console) -> None:
+    if table.title:
+        console.print(table.title, style="italic")
+    names = [column.header for column in table.columns]
+    for row in zip(*(list(column.cells) for column in table.columns), strict=True):
+        block = Table.grid(padding=(0, 2))
+        block.add_column(overflow="fold")
+        block.add_column(overflow="fold")
+        for name, cell in zip(names, row, strict=True):
+            block.add_row(name, cell)
+        console.print(block)
+        console.print()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dora.bench.workloads import config_workload, measured_workload, preset_workload, resized
+from dora.cli.console import print_table
 from dora.cli.options import json_option
 from dora.errors import RunError, UsageError
 from dora.simulation.advice import (
@@ -260,7 +261,7 @@ def _show(workload: Workload, verdicts: Sequence[Verdict], as_json: bool, parts:
             f"{simulated.moves * parts:.0f}",
             str(_violations(verdict)),
         )
-    Console().print(table)
+    print_table(table, Console())
 
 
 def _sync_seconds(verdicts: Sequence[Verdict]) -> float | None:

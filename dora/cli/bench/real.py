@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 
 import click
+from rich.console import Console
 
 from dora.bench.plots import check_plot, plot_curves
 from dora.bench.real import RealBench, modes_of
 from dora.cli.bench.launch import LocalLauncher
 from dora.cli.bench.tables import show_modes
-from dora.cli.console import wide_console
 from dora.cli.options import cluster_options
 from dora.config.loading import KafkaOverrides
 from dora.errors import UsageError
@@ -108,7 +108,7 @@ def real(
                     json_path.write_text(text + "\n", encoding="utf-8")
     summaries = bench.summaries()
     ordered = {mode.name: summaries[mode.name] for mode in modes}
-    show_modes(ordered, wide_console())
+    show_modes(ordered, Console(highlight=False))
     if plot is not None:
         curves = {name: [run["curve"] for run in bench.runs[name]] for name in ordered}
         plot_curves(plot, f"{config_path.stem}: learning by schedule", curves)

@@ -5,13 +5,13 @@ from functools import partial
 from pathlib import Path
 
 import click
+from rich.console import Console
 
 from dora.bench.comparison import compare, limits
 from dora.bench.emulated import ScheduleBench, emulated_config, emulated_preset, schedule_plans
 from dora.bench.plots import check_plot, plot_schedules
 from dora.cli.bench.launch import LocalLauncher
 from dora.cli.bench.tables import show_schedules
-from dora.cli.console import wide_console
 from dora.cli.options import cluster_options
 from dora.cli.simulate import check_workload_named, workload_options
 from dora.config.loading import KafkaOverrides
@@ -107,7 +107,7 @@ def schedules(
                 json_path.write_text(json.dumps(bench.to_json(), indent=2) + "\n", encoding="utf-8")
     summaries = compare(bench.results)
     ordered = {p.variant.name: summaries[p.variant.name] for p in chosen}
-    show_schedules(ordered, wide_console())
+    show_schedules(ordered, Console(highlight=False))
     found = limits(bench.results)
     for sentence in found:
         click.echo(f"warning: {sentence}", err=True)

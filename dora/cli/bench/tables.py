@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dora.cli.console import print_table
+
 
 def show_schedules(summaries: Mapping[str, dict[str, Any]], console: Console) -> None:
     """Print the table of `dora bench schedules`."""
@@ -29,7 +31,7 @@ def show_schedules(summaries: Mapping[str, dict[str, Any]], console: Console) ->
             f"{summary['overhead_share']:.2%}",
             _violations(summary),
         )
-    console.print(table)
+    print_table(table, console)
 
 
 def show_modes(summaries: Mapping[str, dict[str, Any]], console: Console) -> None:
@@ -52,7 +54,7 @@ def show_modes(summaries: Mapping[str, dict[str, Any]], console: Console) -> Non
             _spread(summary, "success_last", "{:.3f}"),
             _violations(summary),
         )
-    console.print(table)
+    print_table(table, console)
 
 
 def _table(title: str, heads: Sequence[str]) -> Table:

@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dora.cli.console import print_table
 from dora.consumers.replay.metrics import SIDE_BY_SIDE
 from dora.consumers.replay.replay import ReplayReport
 
@@ -22,7 +23,7 @@ def show(report: ReplayReport, console: Console) -> None:
     on_the_way += "" if report.sets else " (in brackets)"
     console.print(f"replayed from {origin}{on_the_way if before else ''}")
     table = _side_by_side(report) if report.sets else _compared(report)
-    console.print(table)
+    print_table(table, console)
     count, most = (len(report.asked), CHANGED) if report.sets else (len(report.results), SHOWN)
     left_out = count - most
     if left_out > 0:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dora.cli.console import visible
+from dora.cli.console import print_table, visible
 from dora.core.rescoring import Comparison, Means, Rescored, merge_versions
 
 TREND_ROWS = 12
@@ -95,7 +95,7 @@ def show(outcome: Outcome, console: Console) -> None:
     for note in _left_out(outcome):
         console.print(Text.assemble(("note", "yellow"), f": {visible(note)}"))
     console.print()
-    console.print(_summary(c))
+    print_table(_summary(c), console)
     lines = [
         ("rewards", f"{c.up:,} up, {c.down:,} down, {c.unchanged:,} unchanged"),
         (
@@ -134,7 +134,7 @@ def show(outcome: Outcome, console: Console) -> None:
             )
         )
     if len(c.by_version) > 1:
-        console.print(_trend(c.by_version))
+        print_table(_trend(c.by_version), console)
     if outcome.largest:
         console.print(Text("\nlargest changes", style="bold"))
     for change in outcome.largest:

@@ -9,13 +9,13 @@ from rich.text import Text
 
 from dora.bus.settings import cluster_settings
 from dora.cli.console import print_table, waiting
-from dora.cli.options import json_option, kafka_options, print_line, timeout_option
+from dora.cli.options import Command, json_option, kafka_options, print_line, timeout_option
 from dora.config import KafkaSection
 from dora.consumers.audit import audit_run
 from dora.core.audit.report import MEANINGS, AuditReport
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("run")
 @click.option("--no-chunks", is_flag=True, help="Skip the token chunks: faster, but proves less.")
 @timeout_option(3600.0)

@@ -5,12 +5,12 @@ import threading
 
 import click
 
-from dora.cli.options import config_argument
+from dora.cli.options import Command, config_argument
 from dora.cli.process_log import log_to_stderr
 from dora.config import Config
 
 
-@click.command()
+@click.command(cls=Command)
 @config_argument
 def coordinator(config: Config) -> None:
     """Run the coordinator of the run that CONFIG describes.

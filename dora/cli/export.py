@@ -20,6 +20,7 @@ from dora.bus.settings import cluster_settings
 from dora.cli.console import waiting
 from dora.cli.options import (
     Command,
+    Function,
     config_file_option,
     json_option,
     kafka_options,
@@ -90,7 +91,7 @@ _FLAGS = {
 """By the name of the argument that a target takes."""
 
 
-def target_options(command: Command) -> Command:
+def target_options(command: Function) -> Function:
     """The options of all kinds; the command gets `options`, by the names of `_FLAGS`."""
 
     @functools.wraps(command)
@@ -98,7 +99,7 @@ def target_options(command: Command) -> Command:
         options = {name: kwargs.pop(name) for name in _FLAGS}
         return command(*args, options=options, **kwargs)
 
-    options: tuple[Callable[[Command], Command], ...] = (
+    options: tuple[Callable[[Function], Function], ...] = (
         click.option(
             "--catalog",
             metavar="NAME",
@@ -134,13 +135,13 @@ def target_options(command: Command) -> Command:
         config_file_option,
         sets_option("sft, dpo: change a key of it, such as policy.tokenizer."),
     )
-    decorated: Command = wrapper
+    decorated: Function = wrapper
     for option in reversed(options):
         decorated = option(decorated)
     return decorated
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("run")
 @click.argument("directory", metavar="DIR")
 @click.option(

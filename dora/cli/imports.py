@@ -14,6 +14,7 @@ from dora.atomic_write import atomic_write
 from dora.bus.settings import cluster_settings
 from dora.cli.console import waiting
 from dora.cli.options import (
+    Command,
     ConfigSource,
     cluster_options,
     json_option,
@@ -31,7 +32,7 @@ from dora.producers.tasks.import_files import find_files
 from dora.producers.tasks.import_prompts import Columns, Decode, Prompts, prompts_of
 
 
-@click.command(name="import")
+@click.command(name="import", cls=Command)
 @click.argument(
     "paths", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )

@@ -8,14 +8,14 @@ import click
 
 from dora.bus.settings import cluster_settings
 from dora.cli.console import columns
-from dora.cli.options import json_option, kafka_options, print_line
+from dora.cli.options import Command, json_option, kafka_options, print_line
 from dora.config import KafkaSection
 from dora.log.runs import RunSummary, list_runs
 
 _HEADINGS = ("run", "state", "version", "steps", "processes", "begun", "last record")
 
 
-@click.command("list")
+@click.command("list", cls=Command)
 @click.option(
     "--heartbeat-timeout",
     type=click.FloatRange(min=0.1),

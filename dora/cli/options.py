@@ -20,7 +20,7 @@ from dora.errors import UsageError
 
 BROKER_DIRECTORY = Path(".dora/broker")
 
-Command = Callable[..., Any]
+Function = Callable[..., Any]
 
 MissingConfig = Callable[[Mapping[str, Any], tuple[str, ...], KafkaOverrides, Path], Path]
 
@@ -64,6 +64,27 @@ class ConfigSource:
         }
 
 
+class KafkaOption(click.Option):
+    """An option that says how Kafka is reached."""
+
+
+class Command(click.Command):
+    """A command whose help shows the options about Kafka apart from its own."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the sections `Options` and `Kafka`."""
+        sections: dict[str, list[tuple[str, str]]] = {"Options": [], "Kafka": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                kafka = isinstance(parameter, KafkaOption)
+                sections["Kafka" if kafka else "Options"].append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
 def config_source() -> ConfigSource:
     """The source of the configuration of the command that is running."""
     source = click.get_current_context().meta[_SOURCE]
@@ -72,20 +93,20 @@ def config_source() -> ConfigSource:
 
 
 @overload
-def config_argument(command: Command, /) -> Command: ...
+def config_argument(command: Function, /) -> Function: ...
 @overload
 def config_argument(
     *, broker: bool = True, missing: MissingConfig | None = None
-) -> Callable[[Command], Command]: ...
+) -> Callable[[Function], Function]: ...
 
 
 def config_argument(
-    command: Command | None = None,
+    command: Function | None = None,
     /,
     *,
     broker: bool = True,
     missing: MissingConfig | None = None,
-) -> Command | Callable[[Command], Command]:
+) -> Function | Callable[[Function], Function]:
     """Argument CONFIG with `--set`, `-b`, `-X`, `--kafka-config` and `--registry`; the command gets
     `config`.
 
@@ -95,7 +116,7 @@ def config_argument(
     Use as `@config_argument` or `@config_argument(broker=False)`, below `@click.command`.
     """
 
-    def decorate(function: Command) -> Command:
+    def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def wrapper(
             *args: Any,
@@ -134,7 +155,7 @@ def config_argument(
     return decorate if command is None else decorate(command)
 
 
-def _accept_option(command: Command) -> Command:
+def _accept_option(command: Function) -> Function:
     return click.option(
         "--accept-changed",
         "accepted",
@@ -145,7 +166,7 @@ def _accept_option(command: Command) -> Command:
     )(command)
 
 
-def kafka_options(command: Command) -> Command:
+def kafka_options(command: Function) -> Function:
     """`-b`, `-X`, `--kafka-config`, `--registry` and `--broker-dir` for commands that take a run's
     name.
 
@@ -179,7 +200,7 @@ def kafka_options(command: Command) -> Command:
     return _kafka_parameters(wrapper)
 
 
-def cluster_options(command: Command) -> Command:
+def cluster_options(command: Function) -> Function:
     """`-b`, `-X`, `--kafka-config`, `--registry` and `--broker-dir` for commands that load
     configurations themselves and start a local broker where no cluster is given.
 
@@ -201,7 +222,7 @@ def cluster_options(command: Command) -> Command:
     return _kafka_parameters(wrapper)
 
 
-def from_option(command: Command) -> Command:
+def from_option(command: Function) -> Function:
     """`--from RUN@STEP`; the command gets `origin`, a text."""
     return click.option(
         "--from",
@@ -211,12 +232,12 @@ def from_option(command: Command) -> Command:
     )(command)
 
 
-def json_option(command: Command) -> Command:
+def json_option(command: Function) -> Function:
     """`--json`; the command gets `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")(command)
 
 
-def timeout_option(seconds: float) -> Callable[[Command], Command]:
+def timeout_option(seconds: float) -> Callable[[Function], Function]:
     """`--timeout` for reading a run's log, by default `seconds`; the command gets `timeout`."""
     return click.option(
         "--timeout",
@@ -228,7 +249,7 @@ def timeout_option(seconds: float) -> Callable[[Command], Command]:
     )
 
 
-def wait_option(command: Command) -> Command:
+def wait_option(command: Function) -> Function:
     """`--wait` for commands that feed a trainer; the command gets `wait`, in seconds."""
     return click.option(
         "--wait",
@@ -240,7 +261,7 @@ def wait_option(command: Command) -> Command:
     )(command)
 
 
-def config_file_option(command: Command) -> Command:
+def config_file_option(command: Function) -> Function:
     """`--config` for commands that take a run's name; the command gets `config_file`."""
     return click.option(
         "--config",
@@ -251,7 +272,7 @@ def config_file_option(command: Command) -> Command:
     )(command)
 
 
-def sets_option(text: str) -> Callable[[Command], Command]:
+def sets_option(text: str) -> Callable[[Function], Function]:
     """`--set`, with the help `text`; the command gets `sets`."""
     return click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help=text)
 
@@ -287,7 +308,7 @@ def print_line(text: str) -> None:
     sys.stdout.flush()
 
 
-def _kafka_parameters(command: Command) -> Command:
+def _kafka_parameters(command: Function) -> Function:
     options = (
         click.option(
             "-b",
@@ -295,6 +316,7 @@ def _kafka_parameters(command: Command) -> Command:
             "bootstrap_servers",
             metavar="HOST:PORT",
             help="Kafka cluster; by default the configuration's, or the local broker.",
+            cls=KafkaOption,
         ),
         click.option(
             "-X",
@@ -303,6 +325,7 @@ def _kafka_parameters(command: Command) -> Command:
             metavar="KEY=VALUE",
             callback=key_values,
             help="Any librdkafka property (TLS, SASL, OAuth); may be repeated.",
+            cls=KafkaOption,
         ),
         click.option(
             "--kafka-config",
@@ -311,12 +334,14 @@ def _kafka_parameters(command: Command) -> Command:
             type=click.Path(path_type=Path),
             metavar="FILE",
             help="File with librdkafka properties, key=value a line.",
+            cls=KafkaOption,
         ),
         click.option(
             "--registry",
             "registry_url",
             metavar="URL",
             help="Schema registry (Confluent's API) that names the records' schemas.",
+            cls=KafkaOption,
         ),
         click.option(
             "--broker-dir",
@@ -328,6 +353,7 @@ def _kafka_parameters(command: Command) -> Command:
             show_envvar=True,
             metavar="DIR",
             help="Directory of the local broker, used when no cluster is given.",
+            cls=KafkaOption,
         ),
     )
     for option in reversed(options):

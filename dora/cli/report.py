@@ -10,13 +10,13 @@ import click
 from dora.atomic_write import atomic_write
 from dora.bus.settings import cluster_settings
 from dora.cli.console import waiting
-from dora.cli.options import json_option, kafka_options, print_line, timeout_option
+from dora.cli.options import Command, json_option, kafka_options, print_line, timeout_option
 from dora.config import KafkaSection
 from dora.consumers.report.reading import read_report
 from dora.errors import DoraError, UsageError
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("run")
 @click.option(
     "-o",

@@ -6,12 +6,12 @@ import socket
 import click
 
 from dora.cli.coordinator import stop_on_signals
-from dora.cli.options import config_argument
+from dora.cli.options import Command, config_argument
 from dora.cli.process_log import log_to_stderr
 from dora.config import Config
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--worker-id",
     default=None,

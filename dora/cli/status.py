@@ -14,7 +14,7 @@ from rich.live import Live
 from dora.bus.settings import cluster_settings
 from dora.cli.display.dashboard import Dashboard, write_svg
 from dora.cli.display.display import PlainDisplay, render
-from dora.cli.options import json_option, kafka_options, print_line
+from dora.cli.options import Command, json_option, kafka_options, print_line
 from dora.config import KafkaSection
 from dora.consumers.monitor.monitor import RunMonitor
 from dora.consumers.monitor.snapshot import Snapshot, late_share
@@ -34,7 +34,7 @@ def _size(context: click.Context, parameter: click.Parameter, text: str) -> tupl
     return int(match[1]), int(match[2])
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("run", required=False)
 @kafka_options
 @click.option(

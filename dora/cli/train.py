@@ -22,7 +22,7 @@ import psutil
 from dora.broker.process import free_port
 from dora.cli.coordinator import stop_on_signals
 from dora.cli.main import RANK_PARENT
-from dora.cli.options import ConfigSource, config_argument, config_source, from_option
+from dora.cli.options import Command, ConfigSource, config_argument, config_source, from_option
 from dora.cli.process_log import log_to_stderr
 from dora.config import Config
 from dora.errors import ExitCode
@@ -33,7 +33,7 @@ _GRACE_SECONDS = 30.0
 _HOST = "127.0.0.1"
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--fail-incomplete",
     is_flag=True,

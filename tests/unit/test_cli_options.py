@@ -157,3 +157,12 @@ def test_a_run_command_takes_the_cluster_from_option_or_environment(
     assert result.output == "demo env:9092 ['client.rack']\n"
     result = CliRunner().invoke(group_of(look), ["look", "demo", "-b", "option:9092"])
     assert result.output == "demo option:9092 []\n"
+
+
+@pytest.mark.parametrize("command", ["run", "status", "topics create", "export", "tail", "train"])
+def test_help_shows_the_options_about_kafka_in_a_group_of_their_own(command: str) -> None:
+    text = CliRunner().invoke(cli, [*command.split(), "--help"]).output
+    own, kafka = text.split("\nKafka:\n")
+    for option in ("--bootstrap-server", "-X KEY=VALUE", "--kafka-config", "--registry"):
+        assert option in kafka and option not in own.split("\nOptions:\n")[1]
+    assert "--help" in own

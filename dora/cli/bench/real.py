@@ -13,14 +13,14 @@ from dora.bench.plots import check_plot, plot_curves
 from dora.bench.real import RealBench, modes_of
 from dora.cli.bench.launch import LocalLauncher
 from dora.cli.bench.tables import show_modes
-from dora.cli.options import cluster_options
+from dora.cli.options import Command, cluster_options
 from dora.config.loading import KafkaOverrides
 from dora.errors import UsageError
 
 MODES = "sync,dora:1,dora:2,dora:3"
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument(
     "config_path",
     metavar="[CONFIG]",

@@ -12,7 +12,7 @@ from dora.bench.emulated import ScheduleBench, emulated_config, emulated_preset,
 from dora.bench.plots import check_plot, plot_schedules
 from dora.cli.bench.launch import LocalLauncher
 from dora.cli.bench.tables import show_schedules
-from dora.cli.options import cluster_options
+from dora.cli.options import Command, cluster_options
 from dora.cli.simulate import check_workload_named, workload_options
 from dora.config.loading import KafkaOverrides
 from dora.errors import UsageError
@@ -22,7 +22,7 @@ _TIME_SCALE = 0.05
 """20 emulated seconds pass in one second here."""
 
 
-@click.command()
+@click.command(cls=Command)
 @workload_options
 @click.option(
     "--schedules",

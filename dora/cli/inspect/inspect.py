@@ -12,6 +12,7 @@ from dora.cli.inspect.reading import Inspection
 from dora.cli.inspect.render import show_group as render_group
 from dora.cli.inspect.render import show_rows, show_view
 from dora.cli.options import (
+    Command,
     config_file_option,
     json_option,
     kafka_options,
@@ -25,7 +26,7 @@ from dora.consumers.inspect.rows import SORT_KEYS
 from dora.errors import UsageError
 
 
-@click.command(name="inspect")
+@click.command(name="inspect", cls=Command)
 @click.argument("run")
 @click.option("--trajectory", "trajectory", metavar="ID", help="Show this one: <group>/<sample>.")
 @click.option("--group", "group", metavar="ID", help="Show this group, such as g<ordinal>.")

@@ -15,6 +15,7 @@ from rich.console import Console
 from dora.bus.settings import ClusterSettings, cluster_settings
 from dora.cli.console import waiting
 from dora.cli.options import (
+    Command,
     config_file_option,
     json_option,
     kafka_options,
@@ -51,7 +52,7 @@ class Speed(click.ParamType):  # type: ignore[type-arg]
         return speed
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("run")
 @click.option("--step", type=int, metavar="N", help="Replay the step that made version N.")
 @click.option("--steps", "span", metavar="A:B", help="Replay steps A to B; without it all.")

@@ -17,6 +17,7 @@ from rich.console import Console
 from dora.bus.settings import cluster_settings
 from dora.cli.console import waiting
 from dora.cli.options import (
+    Command,
     config_file_option,
     json_option,
     kafka_options,
@@ -63,7 +64,7 @@ def _verifier(context: click.Context, parameter: click.Parameter, text: str | No
     return text
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("run")
 @click.option(
     "--verifier",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from dora.cli.options import config_argument, print_line
+from dora.cli.options import Command, config_argument, print_line
 from dora.config import Config
 from dora.errors import PolicyError
 
@@ -18,7 +18,7 @@ def needs_preparation(config: Config) -> bool:
     return config.policy.prepare is not None and not Path(config.policy.model).exists()
 
 
-@click.command(hidden=True)
+@click.command(hidden=True, cls=Command)
 @config_argument(broker=False)
 def prepare(config: Config) -> None:
     """Make the model directory of CONFIG with its policy.prepare function, if it is missing."""

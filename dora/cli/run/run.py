@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dora.cli.options import (
+    Command,
     config_argument,
     config_source,
     from_option,
@@ -60,7 +61,7 @@ def _recorded_file(
     return path
 
 
-@click.command()
+@click.command(cls=Command)
 @config_argument(broker=False, missing=_recorded_file)
 @click.option("--dry-run", is_flag=True, help="Check everything and print what would be started.")
 @click.option(

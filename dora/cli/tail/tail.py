@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from dora.bus.reader import BEGINNING, END, LogReader, Message
 from dora.bus.settings import ClusterSettings, cluster_settings
 from dora.bus.topics import RunTopics, TopicAdmin
-from dora.cli.options import config_file_option, json_option, kafka_options, print_line
+from dora.cli.options import Command, config_file_option, json_option, kafka_options, print_line
 from dora.cli.tail.lines import as_line, as_object, version_of
 from dora.config import KafkaSection
 from dora.core.ring import slot_starts
@@ -48,7 +48,7 @@ def _origin(context: click.Context, parameter: click.Parameter, text: str) -> Or
     )
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("run")
 @click.option(
     "-t",

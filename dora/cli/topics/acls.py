@@ -15,7 +15,7 @@ from dora.bus.access import ROLES, ROLES_OF_A_RUN, Grant, default_principal, gra
 from dora.bus.acls import AclAdmin
 from dora.bus.settings import cluster_settings
 from dora.cli.console import columns
-from dora.cli.options import cluster_options, local_broker, print_line
+from dora.cli.options import Command, cluster_options, local_broker, print_line
 from dora.config import RunSection
 from dora.config.loading import KafkaOverrides, load_kafka_section
 from dora.errors import UsageError
@@ -23,7 +23,7 @@ from dora.errors import UsageError
 _COLUMNS = ("role", "principal", "operation", "resource", "names", "what for")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("run")
 @click.option(
     "--role",

@@ -9,14 +9,14 @@ import click
 
 from dora.bus.topics import topic_plan
 from dora.cli.console import columns
-from dora.cli.options import config_argument, json_option, print_line
+from dora.cli.options import Command, config_argument, json_option, print_line
 from dora.config import Config
 from dora.core.sizing import Flow, Load, flows, kept_seconds, lanes_needed
 
 _COLUMNS = ("topic", "partitions", "records/s", "MB/s", "kept", "GB")
 
 
-@click.command()
+@click.command(cls=Command)
 @config_argument(broker=False)
 @click.option(
     "--tokens-per-second", type=click.FloatRange(min=0, min_open=True), required=True, metavar="N",

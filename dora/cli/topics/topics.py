@@ -10,7 +10,7 @@ import click
 from dora.bus.settings import cluster_settings
 from dora.bus.topics import TopicAdmin, TopicInfo, topic_plan
 from dora.cli.console import columns
-from dora.cli.options import config_argument, json_option, kafka_options, print_line
+from dora.cli.options import Command, config_argument, json_option, kafka_options, print_line
 from dora.cli.topics.acls import acls
 from dora.cli.topics.plan import plan
 from dora.config import Config, KafkaSection
@@ -31,7 +31,7 @@ topics.add_command(plan)
 topics.add_command(acls)
 
 
-@topics.command()
+@topics.command(cls=Command)
 @config_argument
 @click.option("--dry-run", is_flag=True, help="Only print what would be created.")
 @click.option(
@@ -73,7 +73,7 @@ def create(config: Config, dry_run: bool, exist_ok: bool, as_json: bool) -> None
         print_line(f"{verb} {spec.name} with {_count(spec.partitions, 'partition')}")
 
 
-@topics.command()
+@topics.command(cls=Command)
 @click.argument("run", required=False)
 @kafka_options
 @json_option
@@ -103,7 +103,7 @@ def describe(run: str | None, kafka: KafkaSection, as_json: bool) -> None:
     print_line(columns([_COLUMNS, *map(_row, found)]))
 
 
-@topics.command()
+@topics.command(cls=Command)
 @click.argument("run")
 @click.option("--yes", is_flag=True, help="Really delete them; there is no way back.")
 @click.option("--dry-run", is_flag=True, help="Only print what would be deleted.")

@@ -288,6 +288,11 @@ class LogReader(Closeable):
         """First offset that is still there."""
         return self._query(partitions, OFFSET_BEGINNING)
 
+    def offsets_since(self, partitions: Iterable[Partition], time_ms: int) -> dict[Partition, int]:
+        """Offset of the first record with a time stamp of `time_ms` (Unix milliseconds) or later;
+        END where there is none."""
+        return self._query(partitions, time_ms)
+
     def positions(self) -> dict[Partition, int]:
         """Offset that each assigned partition is read from next (markers passed included)."""
         if not self._fetched:

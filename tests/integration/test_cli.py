@@ -233,6 +233,9 @@ def test_tail_shows_the_records_of_each_topic(log: Log) -> None:
         (("-o", "end", "--exit"), 0),
         (("-o", "3", "--exit"), 2),
         (("-o", "beginning", "--exit", "--version", "1"), 4),
+        (("-o", "s@1d", "-e"), 9),
+        (("-o", "beginning", "--until", "1000000000000"), 0),
+        (("-o", "s@2100-01-01", "-e"), 0),
         (("-o", "beginning", "--exit", "--version", "7"), 0),
     ],
 )
@@ -245,6 +248,29 @@ def test_tail_begins_where_it_is_told(log: Log, arguments: tuple[str, ...], coun
     assert len(found) == count
     if "--version" in arguments:
         assert all(each["record"]["policy_version"] == 1 for each in found)
+
+
+def test_tail_prints_partitions_headers_and_formats_as_kcat_does(log: Log) -> None:
+    log.fill()
+
+    def tailed(*arguments: str) -> str:
+        return invoke(log.settings, "tail", log.run, "-o", "beginning", "-e", *arguments).stdout
+
+    every = [json.loads(line) for line in tailed("--json").splitlines()]
+    chosen = every[0]["partition"]
+    one = [json.loads(line) for line in tailed("--json", "-p", str(chosen)).splitlines()]
+    assert one == [each for each in every if each["partition"] == chosen]
+    assert one[0]["headers"]["ce_type"] == "dora.trajectory.v1"
+    first = one[0]
+    line = tailed("-p", str(chosen), "-c", "1", "-f", r"%t\t%p@%o %k %T 100%% %h %s\n")
+    place, rest = line.split("\t")
+    assert place == f"{log.run}.trajectories"
+    start = f"{chosen}@{first['offset']} {first['key']} {first['timestamp_ms']} 100% "
+    assert rest.startswith(start) and "ce_type=dora.trajectory.v1" in rest
+    assert json.loads(rest[rest.index("{") :]) == first["record"]
+    refused = invoke(log.settings, "tail", log.run, "-p", "99")
+    assert refused.exit_code == 2 and "no 99" in refused.output
+    assert invoke(log.settings, "tail", log.run, "-o", "s@yesterday").exit_code == 2
 
 
 def test_a_damaged_record_is_shown_as_unreadable_and_the_rest_goes_on(

@@ -6,7 +6,10 @@ log-probabilities as lists.
 
 import base64
 import dataclasses
+import json
+import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 from dora.bus.reader import Message, Unreadable
@@ -57,9 +60,33 @@ def as_object(message: Message) -> dict[str, Any]:
         "offset": message.offset,
         "key": message.key,
         "timestamp_ms": message.timestamp_ms,
+        "headers": _headers(message),
         "type": type(value).__name__,
         "record": _jsonable(dataclasses.asdict(value)),
     }
+
+
+def formatted(message: Message, form: str) -> str:
+    """`form` with what kcat's tokens stand for in it: %t, %p, %o, %k, %T, %h, %s, %%; and \\n,
+    \\t."""
+    record = _jsonable(dataclasses.asdict(message.value))
+    told: dict[str, Callable[[], str]] = {
+        "%t": lambda: message.topic,
+        "%p": lambda: str(message.partition),
+        "%o": lambda: str(message.offset),
+        "%k": lambda: message.key or "",
+        "%T": lambda: str(message.timestamp_ms),
+        "%h": lambda: ",".join(f"{k}={v}" for k, v in _headers(message).items()),
+        "%s": lambda: json.dumps(record),
+        "%%": lambda: "%",
+        "\\n": lambda: "\n",
+        "\\t": lambda: "\t",
+    }
+    return re.sub(r"%[tpokThs%]|\\[nt]", lambda found: told[found[0]](), form)
+
+
+def _headers(message: Message) -> dict[str, str]:
+    return {name: value.decode(errors="replace") for name, value in message.headers.items()}
 
 
 def _describe(value: Record | Unreadable) -> str:

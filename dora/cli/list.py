@@ -12,7 +12,7 @@ from dora.cli.options import Command, json_option, kafka_options, print_line
 from dora.config import KafkaSection
 from dora.log.runs import RunSummary, list_runs
 
-_HEADINGS = ("run", "state", "version", "steps", "processes", "begun", "last record")
+_HEADINGS = ("run", "state", "version", "steps", "processes", "begun", "last record", "")
 
 
 @click.command("list", cls=Command)
@@ -49,6 +49,7 @@ def _row(run: RunSummary, now: int) -> tuple[str, ...]:
         str(run.processes),
         _ago(run.started_ms, now),
         _ago(run.last_ms, now),
+        run.problem,
     )
 
 

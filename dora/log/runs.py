@@ -8,20 +8,24 @@ from typing import Literal
 from dora.bus.reader import LogReader, Message
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics, TopicAdmin
-from dora.errors import RunError
+from dora.errors import ConfigError, RunError, TopicError
 from dora.log.presence import ProcessView, recent_statuses
 from dora.schemas.records import RunStarted, Status, Step
 
 READ_SECONDS = 30.0
 
 
+State = Literal["empty", "running", "stopped", "complete", "unreadable"]
+
+
 @dataclass(frozen=True, slots=True)
 class RunSummary:
     """A run at a glance. `state` is `running` while a process reports, `complete` after the last
-    step that was asked for, `empty` before the first record; else `stopped`."""
+    step that was asked for, `empty` before the first record, `unreadable` where `problem` says why;
+    else `stopped`."""
 
     run: str
-    state: Literal["empty", "running", "stopped", "complete"]
+    state: State
     version: int
     steps: int | None
     """Steps that were asked for; None if no trainer's status is kept."""
@@ -30,6 +34,7 @@ class RunSummary:
     """When the newest of the records that were read was written, Unix time in milliseconds."""
     processes: int
     """Processes that report."""
+    problem: str = ""
 
 
 def list_runs(
@@ -41,8 +46,13 @@ def list_runs(
     """
     with TopicAdmin(settings) as admin:
         names = admin.list_runs()
-    with LogReader(settings, client_id="dora-list") as reader:
-        found = [_summary(reader, name, heartbeat_timeout, load_timeout) for name in names]
+    found = []
+    for name in names:
+        try:
+            with LogReader(settings, client_id="dora-list") as reader:
+                found.append(_summary(reader, name, heartbeat_timeout, load_timeout))
+        except (TopicError, ConfigError) as error:  # a topic is gone, or a registry is needed
+            found.append(RunSummary(name, "unreadable", -1, None, None, None, 0, error.message))
     return sorted(found, key=lambda run: (run.started_ms or 0, run.run))
 
 
@@ -82,7 +92,7 @@ def _summary(
     target = int(asked[-1]) if asked else None
     alive = sum(view.alive for view in views)
     times = [s.created_ms for s in steps] + [s.created_ms for s in statuses.values()]
-    state: Literal["empty", "running", "stopped", "complete"]
+    state: State
     if alive:
         state = "running"
     elif target is not None and version >= target:

@@ -52,6 +52,10 @@ NOT_COMPARED = {
     "streamed_seconds": "a time",
     "live_versions": "what was being generated meanwhile",
     "duplicates_ignored": "what else had arrived",
+    "unscored_fraction": "what else had arrived",
+    "held_out_version": "which evaluation was complete by then",
+    "held_out_success_rate": "as held_out_version",
+    "held_out_reward_mean": "as held_out_version",
     "redo_difference_max": "about a recovery, not about the step",
 }
 """What a replay does not compare, and why."""

@@ -25,8 +25,9 @@ from dora.cli.main import RANK_PARENT
 from dora.cli.options import Command, ConfigSource, config_argument, config_source, from_option
 from dora.cli.process_log import log_to_stderr
 from dora.config import Config
-from dora.errors import ExitCode
+from dora.errors import ExitCode, UsageError
 
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 1.0
 _GRACE_SECONDS = 30.0
@@ -98,7 +99,8 @@ def run_ranks(
 ) -> int:
     """Run `trainer.ranks` processes `dora train` with `options` until they end; returns the exit
     code of all of them."""
-    world = {"localhost": list(range(config.trainer.ranks))}
+    visible = os.environ.get(VISIBLE_DEVICES)
+    world = {"localhost": rank_devices(config.trainer.ranks, visible)}
     command = [
         *(sys.executable, "-m", "deepspeed.launcher.launch"),
         f"--world_info={base64.urlsafe_b64encode(json.dumps(world).encode()).decode()}",
@@ -114,6 +116,23 @@ def run_ranks(
     if code == ExitCode.PERMANENT:
         return ExitCode.PERMANENT if supervised else 1
     return code if code in (0, ExitCode.USAGE, ExitCode.FENCED, ExitCode.INCOMPLETE) else 1
+
+
+def rank_devices(ranks: int, visible: str | None) -> list[str]:
+    """The device of each rank on this machine, in order: the first of those that are `visible`
+    (numbers or UUIDs with commas between them; None or empty says nothing about devices).
+
+    UsageError if fewer are visible than there are ranks, or one is named twice.
+    """
+    if not visible:
+        return [str(rank) for rank in range(ranks)]
+    devices = [device.strip() for device in visible.split(",")]
+    if len(devices) < ranks or len(set(devices)) < len(devices):
+        raise UsageError(
+            f"trainer.ranks = {ranks} needs as many devices, but {VISIBLE_DEVICES} = {visible}",
+            hint="Name a device for each rank, each once, or lower trainer.ranks.",
+        )
+    return devices[:ranks]
 
 
 def _end_ranks() -> None:

@@ -136,8 +136,9 @@ class TrainerSection(Section):
     """The run stops with the commonest reason once so many groups were set aside and none trained
     since: everything fails alike then. By default those of eight steps; 0 never stops."""
     ranks: Positive = 1
-    """Trainer processes on this machine that share each step, started by DeepSpeed's launcher. For
-    several machines start `dora train` with a launcher that sets RANK and WORLD_SIZE."""
+    """Trainer processes on this machine that share each step, started by DeepSpeed's launcher, on
+    the first devices of CUDA_VISIBLE_DEVICES. For several machines start `dora train` with a
+    launcher that sets RANK and WORLD_SIZE."""
     sequence_parallel: Positive = 1
     """Ranks that share each sequence, for long ones (DeepSpeed's Ulysses); must divide the ranks
     and the model's attention heads. Each pass then has one sequence, and the mismatch between

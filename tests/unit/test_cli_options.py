@@ -10,9 +10,10 @@ from click.testing import CliRunner
 
 from dora.cli.main import COMMANDS, LazyGroup, cli
 from dora.cli.options import ConfigSource, config_argument, config_source, kafka_options
+from dora.cli.train import rank_devices
 from dora.config import Config, KafkaSection
 from dora.config.loading import load_config
-from dora.errors import FencedError, RunError
+from dora.errors import FencedError, RunError, UsageError
 from tests.configurations import MINIMAL
 
 
@@ -81,7 +82,7 @@ def test_an_unknown_command_is_a_usage_error() -> None:
         (["run", "run.toml", "-X", "secret-without-key"], "KEY=VALUE"),
         (["run", "run.toml", "--kafka-config", "no.properties"], "no.properties"),
         (["status", "demo", "--broker-dir", "nowhere"], "no local broker runs in nowhere"),
-        (["tail", "demo", "-o", "middle"], "beginning, end, -N or OFFSET"),
+        (["tail", "demo", "-o", "middle"], "beginning, end, -N, OFFSET or s@WHEN"),
         (["tail", "demo", "-t", "everything"], "chunks"),
     ],
 )
@@ -166,3 +167,23 @@ def test_help_shows_the_options_about_kafka_in_a_group_of_their_own(command: str
     for option in ("--bootstrap-server", "-X KEY=VALUE", "--kafka-config", "--registry"):
         assert option in kafka and option not in own.split("\nOptions:\n")[1]
     assert "--help" in own
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"),
+    [
+        (None, ["0", "1"]),
+        ("", ["0", "1"]),
+        ("4,5", ["4", "5"]),
+        ("7, 3, 1", ["7", "3"]),
+        ("GPU-8f1c,MIG-22ab", ["GPU-8f1c", "MIG-22ab"]),
+    ],
+)
+def test_ranks_take_the_devices_that_are_visible(visible: str | None, devices: list[str]) -> None:
+    assert rank_devices(2, visible) == devices
+
+
+@pytest.mark.parametrize("visible", ["4", "4,4", "4,5,4"])
+def test_too_few_devices_or_one_named_twice_are_refused(visible: str) -> None:
+    with pytest.raises(UsageError, match=r"trainer\.ranks = 2 .* CUDA_VISIBLE_DEVICES = 4"):
+        rank_devices(2, visible)

@@ -16,6 +16,7 @@ _HEADINGS = ("run", "state", "version", "steps", "processes", "begun", "last rec
 
 
 @click.command("list", cls=Command)
+@click.argument("pattern", default="*")
 @click.option(
     "--heartbeat-timeout",
     type=click.FloatRange(min=0.1),
@@ -26,15 +27,23 @@ _HEADINGS = ("run", "state", "version", "steps", "processes", "begun", "last rec
 )
 @kafka_options
 @json_option
-def list_command(heartbeat_timeout: float, kafka: KafkaSection, as_json: bool) -> None:
-    """List the runs of the cluster, the newest last: state, version, processes, age."""
+def list_command(
+    pattern: str, heartbeat_timeout: float, kafka: KafkaSection, as_json: bool
+) -> None:
+    """List the runs of the cluster, the newest last: state, version, processes, age.
+
+    With PATTERN (such as 'demo*') only those whose names fit.
+    """
     runs = list_runs(
-        cluster_settings(kafka), heartbeat_timeout=heartbeat_timeout, load_timeout=600.0
+        cluster_settings(kafka),
+        pattern,
+        heartbeat_timeout=heartbeat_timeout,
+        load_timeout=600.0,
     )
     if as_json:
         print_line(json.dumps({"runs": [dataclasses.asdict(run) for run in runs]}))
     elif not runs:
-        print_line("the cluster has no run")
+        print_line("the cluster has no run" + (f" {pattern}" if pattern != "*" else ""))
     else:
         now = time.time_ns() // 1_000_000
         print_line(columns([_HEADINGS, *(_row(run, now) for run in runs)]))

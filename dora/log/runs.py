@@ -1,18 +1,21 @@
 """The runs of a cluster, each by the ends of its ledger and of its statuses."""
 
+import fnmatch
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
 from dora.bus.reader import LogReader, Message
 from dora.bus.settings import ClusterSettings
 from dora.bus.topics import RunTopics, TopicAdmin
-from dora.errors import ConfigError, RunError, TopicError
+from dora.errors import ConfigError, DeadlineError, RunError, TopicError
 from dora.log.presence import ProcessView, recent_statuses
 from dora.schemas.records import RunStarted, Status, Step
 
-READ_SECONDS = 30.0
+READ_SECONDS = 10.0
+_READERS = 16
 
 
 State = Literal["empty", "running", "stopped", "complete", "unreadable"]
@@ -38,22 +41,37 @@ class RunSummary:
 
 
 def list_runs(
-    settings: ClusterSettings, *, heartbeat_timeout: float, load_timeout: float
+    settings: ClusterSettings,
+    pattern: str = "*",
+    *,
+    heartbeat_timeout: float,
+    load_timeout: float,
 ) -> list[RunSummary]:
-    """All runs of the cluster, the newest last; those without a record first.
+    """The runs of the cluster whose name fits the shell pattern, the newest last; those without a
+    readable first record first.
 
-    BusError if Kafka does not answer in time.
+    A run that cannot be read is `unreadable`. BusError if Kafka does not answer in time.
     """
-    with TopicAdmin(settings) as admin:
-        names = admin.list_runs()
-    found = []
-    for name in names:
+
+    def summary(name: str) -> RunSummary:
+        missing = sorted({RunTopics(name).steps, RunTopics(name).workers} - set(topics[name]))
+        if missing:
+            return _unreadable(name, f"there is no topic {missing[0]}")
         try:
             with LogReader(settings, client_id="dora-list") as reader:
-                found.append(_summary(reader, name, heartbeat_timeout, load_timeout))
-        except (TopicError, ConfigError) as error:  # a topic is gone, or a registry is needed
-            found.append(RunSummary(name, "unreadable", -1, None, None, None, 0, error.message))
+                return _summary(reader, name, heartbeat_timeout, load_timeout)
+        except (TopicError, ConfigError, DeadlineError) as error:
+            return _unreadable(name, error.message)
+
+    with TopicAdmin(settings) as admin:
+        topics = {name: admin.existing(name) for name in fnmatch.filter(admin.list_runs(), pattern)}
+    with ThreadPoolExecutor(_READERS) as pool:
+        found = list(pool.map(summary, topics))
     return sorted(found, key=lambda run: (run.started_ms or 0, run.run))
+
+
+def _unreadable(run: str, problem: str) -> RunSummary:
+    return RunSummary(run, "unreadable", -1, None, None, None, 0, problem)
 
 
 def newest_run(settings: ClusterSettings) -> str:

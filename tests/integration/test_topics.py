@@ -270,7 +270,9 @@ def test_list_shows_each_run_with_its_state_and_status_takes_the_newest_or_a_fil
     config, now = make_config(run_name), time.time_ns() // 1_000_000
     admin.create(topic_plan(config))
     admin.create(topic_plan(make_config(f"{run_name}-torn")))
-    empty = {run["run"]: run for run in json.loads(look("list", "--json").stdout)["runs"]}
+    empty = {
+        run["run"]: run for run in json.loads(look("list", f"{run_name}*", "--json").stdout)["runs"]
+    }
     assert (empty[run_name]["state"], empty[run_name]["version"]) == ("empty", -1)
 
     client = AdminClient({"bootstrap.servers": settings.bootstrap_servers})
@@ -290,11 +292,13 @@ def test_list_shows_each_run_with_its_state_and_status_takes_the_newest_or_a_fil
         )
         writer.send(topics.workers, ended, key="trainer")
         writer.flush(30.0)
-    found = json.loads(look("list", "--json").stdout)["runs"]
+    found = json.loads(look("list", f"{run_name}*", "--json").stdout)["runs"]
     assert found[-1]["run"] == run_name, "the newest is last"
     assert (found[-1]["state"], found[-1]["version"], found[-1]["steps"]) == ("complete", 2, 2)
     line = next(
-        text for text in look("list").stdout.splitlines() if text.startswith(f"{run_name} ")
+        text
+        for text in look("list", f"{run_name}*").stdout.splitlines()
+        if text.startswith(f"{run_name} ")
     )
     assert line.split()[1:5] == ["complete", "2", "2", "0"]
 

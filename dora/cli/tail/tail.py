@@ -185,8 +185,8 @@ def tail(
 
         if given & {"kind", "end", "partitions", "form"}:
             raise UsageError(
-                "--text shows chunks and trajectories as text: leave --topic, --until, --partition "
-                "and --format out"
+                "--text shows chunks and trajectories as text: leave --topic out, and --until, "
+                "--partition and --format"
             )
         if origin.last is not None or origin.offset >= 0 or origin.since is not None:
             raise UsageError("--text begins at the beginning or at the end: -o beginning, -o end")

@@ -1,8 +1,10 @@
 """Prompts that are token ids without a text."""
 
+import tracemalloc
+
 import pytest
 
-from dora.config import Config
+from dora.config import Config, window_of
 from dora.errors import TaskError
 from dora.producers.tasks.kinds import create_task
 from dora.producers.tasks.tokenization import stop_token_ids, tokenizer_of
@@ -32,6 +34,27 @@ def test_prompts_come_again_in_turn_and_are_the_same_in_every_process() -> None:
     assert max(max(p.token_ids) for p in prompts) < 31_999
     assert other.prompt(7, "train") == prompts[7]
     assert task.prompt(0, "eval").token_ids not in {p.token_ids for p in prompts}
+
+
+def test_prompts_are_kept_while_their_groups_may_be_outstanding_and_no_longer() -> None:
+    """A prompt takes some 10 kB: 1,024 of them were kept, which looked like a leak for as long."""
+    config = configured(held_out_fraction=0.0)
+    capacity = window_of(config).capacity
+    task = create_task(config, tokenizer_of(config))
+    kept = [task.prompt(ordinal, "train") for ordinal in range(capacity)]
+    assert all(task.prompt(n, "train") is prompt for n, prompt in enumerate(kept))
+    del kept
+    tracemalloc.start()
+    try:
+        sizes = []
+        for ordinal in range(8 * capacity):
+            task.prompt(capacity + ordinal, "train")
+            if ordinal % capacity == capacity - 1:
+                sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert sizes[0] > 100_000
+    assert sizes[-1] < 1.02 * sizes[0]
 
 
 def test_a_prompt_longer_than_allowed_is_refused_with_both_numbers() -> None:

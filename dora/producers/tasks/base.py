@@ -14,14 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dora.config import TaskSection
+from dora.config import Config, TaskSection, window_of
 from dora.errors import TaskError
 from dora.producers.tasks.hooks import load_hook
 from dora.schemas.records import Purpose
 
 Messages = Sequence[Mapping[str, Any]]
 
-CACHED_PROMPTS = 1024
+MOST_CACHED = 1024
+
+
+def cached_prompts(config: Config) -> int:
+    """How many prompts are kept: those of the groups that may be outstanding, whose samples start
+    one after the other. A prompt takes 36 bytes a token, and its text."""
+    return min(window_of(config).capacity, MOST_CACHED)
 
 
 class TextTokenizer(Protocol):
@@ -57,11 +63,11 @@ def is_held_out(content: Any, fraction: float) -> bool:
 
 
 class Task(ABC):
-    """An endless, seeded stream of prompts for each purpose."""
+    """An endless, seeded stream of prompts for each purpose; the last `cached` ones are kept."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, cached: int) -> None:
         self.name = name
-        self._cached = functools.lru_cache(CACHED_PROMPTS)(self._prompt)
+        self._cached = functools.lru_cache(cached)(self._prompt)
 
     def prompt(self, ordinal: int, purpose: Purpose) -> Prompt:
         """The prompt at `ordinal` (from 0). TaskError if there is none that fits."""

@@ -20,6 +20,7 @@ from dora.producers.tasks.base import (
     PromptEncoder,
     Task,
     TextTokenizer,
+    cached_prompts,
     is_held_out,
 )
 from dora.producers.tasks.gym_library import load_dataset
@@ -56,7 +57,7 @@ class JsonlTask(Task):
     def __init__(self, config: Config, tokenizer: TextTokenizer) -> None:
         assert config.task.path is not None
         self._path = config.home / config.task.path
-        super().__init__(self._path.stem)
+        super().__init__(self._path.stem, cached_prompts(config))
         self._section = config.task
         self._seed = config.run.seed
         self._encoder = PromptEncoder(config.task, config.home, tokenizer)
@@ -211,7 +212,7 @@ class ReasoningGymTask(Task):
 
     def __init__(self, config: Config, tokenizer: TextTokenizer) -> None:
         assert config.task.name is not None
-        super().__init__(config.task.name)
+        super().__init__(config.task.name, cached_prompts(config))
         if self.name in HASH_DEPENDENT and os.environ.get("PYTHONHASHSEED", "random") == "random":
             raise TaskError(
                 f"the prompts of {self.name} depend on Python's hash seed, so that every process "
@@ -289,7 +290,7 @@ class SyntheticTask(Task):
     """
 
     def __init__(self, config: Config, highest_id: int) -> None:
-        super().__init__("synthetic")
+        super().__init__("synthetic", cached_prompts(config))
         task = config.task
         if task.synthetic_prompt_tokens > task.max_prompt_tokens:
             raise TaskError(

@@ -12,12 +12,10 @@ from functools import cached_property
 from dora.config import Config
 from dora.core.scheduling.estimates import PromptOf
 from dora.errors import TaskError
-from dora.producers.tasks.base import PromptEncoder, Task
+from dora.producers.tasks.base import PromptEncoder, Task, cached_prompts
 from dora.producers.tasks.kinds import create_task
 from dora.producers.tasks.tokenization import Tokenizer, tokenizer_of
 from dora.schemas.records import pack_tokens
-
-_CACHED = 65_536
 
 
 def prompt_identity(config: Config) -> PromptOf:
@@ -25,7 +23,7 @@ def prompt_identity(config: Config) -> PromptOf:
     every process. TaskError if the task cannot be loaded as on a rollout worker."""
     task = create_task(config, tokenizer_of(config))
 
-    @functools.lru_cache(_CACHED)
+    @functools.lru_cache(cached_prompts(config))
     def identity(ordinal: int) -> int:
         try:
             return zlib.crc32(pack_tokens(task.prompt(ordinal, "train").token_ids))

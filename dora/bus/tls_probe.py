@@ -91,7 +91,7 @@ def _verification(error: ssl.SSLCertVerificationError, host: str) -> str:
             return f"the broker's certificate is for another host than {host} ({reason})"
         case 2 | 18 | 19 | 20 | 21:
             return (
-                f"nobody in ssl.ca.location has signed the broker's certificate ({reason}): "
+                f"no authority in ssl.ca.location has signed the broker's certificate ({reason}): "
                 "its certificate authority is unknown here"
             )
     return f"the broker's certificate cannot be verified: {reason}"

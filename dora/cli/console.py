@@ -55,14 +55,18 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
 
 
+def table_width(table: Table, console: Console) -> int:
+    """Columns that `table` takes where nothing is cut or wrapped."""
+    return console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
+
+
 def print_table(table: Table, console: Console) -> None:
     """Print `table` so that no heading and no figure is cut.
 
     Where it is wider than the terminal each row becomes a block of lines, `heading  value`. Into a
     file or a pipe it is as wide as it needs.
     """
-    there = console.width
-    needed = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
+    there, needed = console.width, table_width(table, console)
     if needed <= there:
         console.print(table)
     elif console.is_terminal:

@@ -35,7 +35,7 @@ class Entry:
 
 COMMANDS: dict[str, Entry] = {
     "run": Entry("dora.cli.run.run:run", "Run everything on this machine, with live progress."),
-    "list": Entry("dora.cli.list:list_command", "List the runs of a cluster."),
+    "list": Entry("dora.cli.status:list_command", "List the runs of a cluster."),
     "status": Entry("dora.cli.status:status", "Show window, backlog, workers and rates of a run."),
     "tail": Entry("dora.cli.tail.tail:tail", "Follow the records of a run, decoded."),
     "replay": Entry(

@@ -8,6 +8,8 @@ from rich.table import Table
 
 from dora.cli.bench.tables import show_modes
 from dora.cli.console import print_table
+from dora.cli.inspect.render import number, show_rows
+from dora.consumers.inspect.rows import Fate, Row
 
 HEADS = ("schedule", "rollout", "training", "of ideal", "trainer idle", "staleness", "moves")
 ROWS = (("dora K=3", "1,184", "864", "0.943217", "11.18 %", "1.94 / 3", "123,456,789"),
@@ -33,6 +35,23 @@ def test_no_heading_and_no_figure_is_cut_at_any_width(width: int | None) -> None
         assert any(all(cell in line for cell in ROWS[0]) for line in lines), "a row is one line"
     else:
         assert max(map(len, lines)) <= width
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200, None])
+def test_a_listing_of_trajectories_keeps_every_figure(width: int | None) -> None:
+    row = Row(
+        id="g311/4", group="g311", sample=4, purpose="train", version=1234, ordinal=311,
+        fate=Fate("trained", 1236, 2), reward=-0.12345, length=4096, finish="stop", attempts=2,
+        worker="rollout-17", logprob=-0.4321, mismatch=3.7e-7, engine="vllm", error=None,
+        text="0c1a2t=" * 20, partition=0, offset=7,
+    )  # fmt: skip
+    file = StringIO()
+    console = Console(file=file, force_terminal=width is not None, width=width, color_system=None)
+    show_rows([row], console, recomputed=True)
+    for figure in ("g311/4", "1234", "4096", "rollout-17", number(-0.12345), number(-0.4321)):
+        assert figure in file.getvalue()
+    assert "…" not in file.getvalue()
+    assert ("0c1a2t=" in file.getvalue()) == (width == 200)
 
 
 def test_a_benchmark_through_a_pipe_keeps_its_figures() -> None:

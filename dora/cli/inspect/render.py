@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from dora.cli.console import visible
+from dora.cli.console import print_table, table_width, visible
 from dora.consumers.inspect.rows import GroupRow, Row
 from dora.consumers.inspect.view import Token, TrajectoryView, text_of
 
@@ -26,7 +26,9 @@ PROBABILITIES = (
 )
 """Probability of a token from which on it has a style, and what the legend says."""
 _ROWS_TEXT = 48
-_WIDE = 120
+_LEAST_TEXT = 16
+_BORDER = 3
+_FIGURES = ("version", "stale", "reward", "length", "attempts", "logprob", "mismatch")
 
 
 def style_of(logprob: float) -> str:
@@ -72,21 +74,27 @@ def show_rows(
     names += ["spread", "finished"] if groups else []
     names += ["length", "finish", "attempts", "worker", "logprob"]
     names += ["mismatch"] if recomputed else []
-    wide = console.width >= _WIDE and not groups
-    table = Table(*names, *(["text"] if wide else []))
-    for column in table.columns:
-        if column.header in ("version", "stale", "reward", "length", "attempts", "logprob",
-                             "mismatch"):  # fmt: skip
-            column.justify = "right"
-        column.no_wrap = column.header in ("trajectory", "group", "text")
-    if wide:
-        table.columns[-1].overflow = "ellipsis"
+    table = _rows_table(rows, names, 0, recomputed=recomputed)
+    room = console.width - table_width(table, console) - _BORDER
+    if not groups and room >= _LEAST_TEXT:
+        table = _rows_table(rows, [*names, "text"], min(room, _ROWS_TEXT), recomputed=recomputed)
+    print_table(table, console)
+
+
+def _rows_table(
+    rows: Sequence[Row] | Sequence[GroupRow], names: Sequence[str], text: int, *, recomputed: bool
+) -> Table:
+    """The rows with these columns; the last is the response's beginning, `text` characters wide."""
+    table = Table()
+    for name in names:
+        figure = name in _FIGURES
+        table.add_column(name, justify="right" if figure else "left", no_wrap=True)
     for row in rows:
         cells = _cells(row, recomputed=recomputed)
-        if wide and isinstance(row, Row):
-            cells.append(visible(row.text or "", newlines=False)[:_ROWS_TEXT])
+        if text and isinstance(row, Row):
+            cells.append(visible(row.text or "", newlines=False)[:text])
         table.add_row(*map(_literal, cells))
-    console.print(table)
+    return table
 
 
 def _cells(row: Row | GroupRow, *, recomputed: bool) -> list[str | Text]:

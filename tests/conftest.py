@@ -35,8 +35,8 @@ APART = [
 LONGEST = [
     *("test_security_run", "test_security", "test_ranks"),
     *("test_connect", "test_registry_run", "test_schema_registry"),
-    *APART[:4],
-    *APART[4:],
+    *APART,
+    *("test_origin", "test_changed_settings", "test_changed_inputs", "test_learner_ranks"),
     *("test_observability", "test_fleet", "test_bench"),
 ]
 """What is begun first, so that all jobs end at about the same time."""

@@ -65,7 +65,7 @@ def is_held_out(content: Any, fraction: float) -> bool:
 class Task(ABC):
     """An endless, seeded stream of prompts for each purpose; the last `cached` ones are kept."""
 
-    def __init__(self, name: str, cached: int) -> None:
+    def __init__(self, name: str, cached: int = MOST_CACHED) -> None:
         self.name = name
         self._cached = functools.lru_cache(cached)(self._prompt)
 
